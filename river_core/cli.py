@@ -1,0 +1,280 @@
+"""The command line: generate, compare, bench, doctor."""
+
+import argparse
+import json
+import sys
+
+from tqdm import tqdm
+
+from river_core.errors import RiverError
+
+
+def main(argv=None) -> int:
+    """Run one command; returns the exit status: 0, 1 for an error that has a sentence, 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except RiverError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m river_core", description="Decode a language model with early exit.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    model = argparse.ArgumentParser(add_help=False)
+    group = model.add_argument_group("model")
+    group.add_argument("--model", help="hub id, local folder or .gguf file (default: the packaged SmolLM2-135M-Instruct)")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
+    group.add_argument("--dtype", default="auto", help="auto (measured), float16, bfloat16, float32")
+    group.add_argument("--bits", type=int, default=4, help="of the river: 4 or 8")
+    group.add_argument("--group-size", type=int, default=64, help="weights that share a scale: 32, 64, 128")
+    group.add_argument("--river-kernel", default="auto", help="auto (measured), int4, int8, dequantised")
+    group.add_argument("--threads", type=int, help="CPU threads (default: the cores this process may use)")
+
+    decode = argparse.ArgumentParser(add_help=False)
+    group = decode.add_argument_group("decoding")
+    group.add_argument("--tau", default=None, help="similarity above which a token leaves (default: the model's preset)")
+    group.add_argument("--max-new-tokens", default=128, help="tokens per lane")
+    group.add_argument("--temperature", default=0.0, help="0 = greedy")
+    group.add_argument("--top-k", default=0, help="0 = all")
+    group.add_argument("--top-p", default=1.0)
+    group.add_argument("--seed", default=0)
+    group.add_argument("--prefill", default="full", help="full, or sequence (the paper's sequence-level exit)")
+    group.add_argument("--raw", action="store_true", help="no chat template")
+    group.add_argument("--json", action="store_true", help="print events as JSON lines (generate) or a summary (compare)")
+    group.add_argument("--trace", metavar="FILE", help="write the trace, for example out.json.gz")
+
+    one = commands.add_parser("generate", parents=[model, decode], help="decode one answer")
+    one.add_argument("prompt")
+    one.add_argument("--method", default="river", help="backbone, int4, river, river:0.95 ...")
+    one.set_defaults(run=_generate)
+
+    many = commands.add_parser("compare", parents=[model, decode], help="decode one prompt with several methods")
+    many.add_argument("prompt")
+    many.add_argument("--methods", default="backbone,int4,river", help="comma-separated, as for generate")
+    many.add_argument("--timing", default="race", help="race (lanes in turn) or sequential")
+    many.set_defaults(run=_compare)
+
+    speed = commands.add_parser("bench", parents=[model], help="measure decoding speed against transformers")
+    speed.add_argument("--tokens", type=int, default=128)
+    speed.add_argument("--repeats", type=int, default=5)
+    speed.add_argument("--methods", default="backbone,int4,river:0.95,river:0.97")
+    speed.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    speed.add_argument("--json", action="store_true")
+    speed.set_defaults(run=_bench)
+
+    doctor = commands.add_parser("doctor", parents=[model], help="print device, dtypes, kernels and why, model, cache place")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _load(args):
+    from river_core.model import load
+
+    with Progress() as progress:
+        return load(
+            args.model,
+            device=args.device,
+            dtype=args.dtype,
+            bits=args.bits,
+            group_size=args.group_size,
+            threads=args.threads,
+            river_kernel=args.river_kernel,
+            progress=progress,
+        )
+
+
+class Progress:
+    """A tqdm bar a stage, on standard error; nothing where that is no terminal."""
+
+    def __init__(self):
+        self.bar = None
+        self.stage = None
+
+    def __call__(self, stage, fraction, message):
+        if stage != self.stage:
+            self.close()
+            self.stage = stage
+            if stage != "ready":
+                self.bar = tqdm(total=100, bar_format="{desc} |{bar}| {elapsed}", leave=False, file=sys.stderr, disable=None)
+        if self.bar is not None:
+            self.bar.set_description_str(message, refresh=False)
+            self.bar.n = round(100 * (fraction or 0))
+            self.bar.refresh()
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def _options(args) -> dict:
+    names = ("tau", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefill")
+    return {name: getattr(args, name) for name in names} | {"chat": not args.raw}
+
+
+def _generate(args) -> int:
+    from river_core.generate import generate
+    from river_core.trace import Trace
+
+    events, failed = [], False
+    for event in generate(_load(args), args.prompt, args.method, **_options(args)):
+        events.append(event)
+        failed |= event["type"] == "error"
+        if args.json:
+            print(json.dumps(event), flush=True)
+        elif event["type"] == "run":
+            _notices(event["header"])
+        elif event["type"] == "token":
+            print(event["text"], end="", flush=True)
+        elif event["type"] == "end":
+            print(event["rest"])
+    trace = Trace.from_events(events)
+    if not args.json:
+        _summary(trace, sys.stderr)
+    if args.trace:
+        trace.save(args.trace)
+    return int(failed)
+
+
+def _compare(args) -> int:
+    from river_core.generate import compare
+    from river_core.trace import Trace
+
+    methods = [name.strip() for name in args.methods.split(",") if name.strip()]
+    with Progress() as progress:
+        total = None
+        events, made = [], 0
+        for event in compare(_load(args), args.prompt, methods, timing=args.timing, **_options(args)):
+            events.append(event)
+            if event["type"] == "run":
+                total = event["header"]["max_new_tokens"] * len(event["header"]["lanes"])
+            elif event["type"] == "token":
+                made += 1
+                progress("decode", made / total, f"decoding, {made} tokens")
+    trace = Trace.from_events(events)
+    if args.json:
+        print(json.dumps(_facts(trace), indent=1))
+    else:
+        _notices(trace.header)
+        for lane in trace.header["lanes"]:
+            print(f"\n== {lane['label']}\n{trace.lanes[lane['id']].text}")
+        print()
+        _summary(trace, sys.stdout)
+    if args.trace:
+        trace.save(args.trace)
+    return int(any(event["type"] == "error" for event in events))
+
+
+def _notices(header):
+    for notice in header["notices"]:
+        print(f"note: {notice}", file=sys.stderr)
+
+
+def _facts(trace) -> dict:
+    lanes = []
+    for lane in trace.header["lanes"]:
+        run = trace.lanes[lane["id"]]
+        lanes.append(
+            {
+                **lane,
+                "text": run.text,
+                "tokens": len(run.tokens),
+                "reason": run.end["reason"],
+                "message": run.end["message"],
+                "tokens_per_second": run.tokens_per_second,
+                "speed_up": trace.speed_up(lane["id"]),
+                "mean_depth": run.mean_depth,
+                "first_difference": trace.first_difference(lane["id"]),
+            }
+        )
+    keys = (
+        "model",
+        "device",
+        "device_name",
+        "threads",
+        "dtype",
+        "prefill_dtype",
+        "kv_dtype",
+        "kernels",
+        "quantiser",
+        "timing",
+        "sampler",
+        "notices",
+    )
+    return {key: trace.header[key] for key in keys} | {"lanes": lanes}
+
+
+def _summary(trace, file) -> None:
+    header, layers = trace.header, trace.header["model"]["n_layers"]
+    print(f"{'lane':<24}{'tokens':>7}{'tokens/s':>10}{'speed-up':>10}{'mean depth':>16}  first differing token", file=file)
+    for lane in _facts(trace)["lanes"]:
+        speed = "-" if lane["tokens_per_second"] is None else f"{lane['tokens_per_second']:.1f}"
+        up = "-" if lane["speed_up"] is None else f"{lane['speed_up']:.2f}x"
+        depth = "-" if lane["mean_depth"] is None else f"{lane['mean_depth']:.1f} of {layers}"
+        if "backbone" not in trace.lanes or lane["id"] == "backbone":
+            differs = ""
+        else:
+            differs = "none" if lane["first_difference"] is None else f"#{lane['first_difference']}"
+        print(f"{lane['label']:<24}{lane['tokens']:>7}{speed:>10}{up:>10}{depth:>16}  {differs}", file=file)
+        if lane["message"]:
+            print(f"  {lane['message']}", file=file)
+    print(
+        f"{header['model']['name']} · {header['device_name']} · {header['threads']} threads · {header['dtype']} · river {header['kernels']['river']} · "
+        f"{header['timing']['mode']} · one run, engine time",
+        file=file,
+    )  # fmt: skip
+
+
+def _bench(args) -> int:
+    from river_core.measure.speed import bench, format_bench
+
+    model = _load(args)
+    methods = tuple(name.strip() for name in args.methods.split(",") if name.strip())
+    result = bench(
+        model,
+        methods=methods,
+        tokens=args.tokens,
+        repeats=args.repeats,
+        peer=not args.no_peer,
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(json.dumps(result, indent=1) if args.json else format_bench(result))
+    return 0
+
+
+def _doctor(args) -> int:
+    facts = _load(args).describe()
+    if args.json:
+        print(json.dumps(facts, indent=1))
+        return 0
+    for key in ("model", "source", "path", "revision", "sha256", "architecture", "n_layers", "hidden_size", "vocab_size", "context_length"):
+        print(f"{key:<16} {facts[key] if facts[key] is not None else '-'}")
+    for key in ("device", "device_name", "threads", "dtype", "prefill_dtype", "kv_dtype", "river_kernel"):
+        print(f"{key:<16} {facts[key]}")
+    quantiser = facts["quantiser"]
+    print(f"{'quantiser':<16} {quantiser['name']}, {quantiser['bits']} bits, groups of {quantiser['group_size']}")
+    print(f"{'kernels':<16} " + ", ".join(f"{name}: {kind}" for name, kind in facts["river_products"].items()))
+    for reason in facts["reasons"]:
+        print(f"{'why':<16} {reason}")
+    megabytes = {name: facts[f"{name}_bytes"] / 1e6 for name in ("backbone", "river", "head")}
+    print(f"{'memory':<16} " + ", ".join(f"{name} {size:.0f} MB" for name, size in megabytes.items()) + " (computed from shapes)")
+    print(f"{'load':<16} " + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in facts["load_seconds"].items()))
+    print(f"{'cache':<16} {facts['cache']}")
+    for note in facts["notes"]:
+        print(f"{'note':<16} {note}")
+    return 0

@@ -1,0 +1,296 @@
+"""The decoder: a Llama-shaped transformer built for decoding one token at a time on a preallocated cache.
+
+Shapes: T rows (1 when decoding, the prompt's length when prefilling), d = hidden_size, V = vocab_size. The residual stream is
+float32 whatever the products compute in; there is no batch axis, because every lane decodes one sequence.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from river_core.errors import LoadError
+from river_core.kernels import KernelPlan
+from river_core.kv_cache import KVCache, Slots
+from river_core.rope import Rope, Rotation
+
+SUPPORTED_MODEL_TYPES = {
+    "llama": "Llama, SmolLM2 and other models of the Llama architecture",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "phi3": "Phi-3, Phi-4-mini",
+    "ministral3": "Ministral 3 (text model)",
+}
+
+
+def check_supported(config) -> None:
+    """Raise LoadError, naming the supported architectures, unless the decoder can run a transformers text config."""
+    model_type = getattr(config, "model_type", None)
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        known = "; ".join(f"{kind} ({models})" for kind, models in SUPPORTED_MODEL_TYPES.items())
+        raise LoadError(f"The architecture '{model_type}' is not supported. Supported are: {known}.")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What the decoder needs to know of a model; names as in transformers.
+
+    sliding_window: per layer, how many positions a token attends to (itself included), or None for all.
+    qk_norm: queries and keys are normalised per head before the rotary embedding (Qwen3).
+    """
+
+    model_type: str
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    hidden_act: str
+    max_position_embeddings: int
+    sliding_window: tuple[int | None, ...]
+    qk_norm: bool
+
+    @classmethod
+    def from_transformers(cls, config) -> "DecoderConfig":
+        """Read a transformers text config; LoadError for an architecture that the decoder does not know."""
+        check_supported(config)
+        window = getattr(config, "sliding_window", None)
+        layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        return cls(
+            model_type=config.model_type,
+            num_hidden_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            rms_norm_eps=config.rms_norm_eps,
+            hidden_act=config.hidden_act,
+            max_position_embeddings=config.max_position_embeddings,
+            sliding_window=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
+            qk_norm=config.model_type == "qwen3",
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """The weights of one decoder layer. A backbone block and its river twin differ in the class of their four products.
+
+    qkv: d -> (num_attention_heads + 2 num_key_value_heads) head_dim, fused; o: back to d.
+    gate_up: d -> 2 intermediate_size, fused; down: back to d.
+    input_norm, post_norm: [d] float32. qk_norm: [num_attention_heads + num_key_value_heads, head_dim] float32, or None.
+    """
+
+    qkv: object
+    o: object
+    gate_up: object
+    down: object
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    qk_norm: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(linear.nbytes for linear in (self.qkv, self.o, self.gate_up, self.down))
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The tensors of one layer as the checkpoint has them, fused where the decoder fuses; the input of both kinds of block."""
+
+    qkv: tuple[torch.Tensor, torch.Tensor | None]
+    o: tuple[torch.Tensor, torch.Tensor | None]
+    gate_up: tuple[torch.Tensor, torch.Tensor | None]
+    down: tuple[torch.Tensor, torch.Tensor | None]
+
+    @classmethod
+    def read(cls, weights: dict[str, torch.Tensor], layer: int) -> "BlockWeights":
+        """Collect layer `layer` (0-based) from tensors under transformers' names."""
+        prefix = f"model.layers.{layer}."
+
+        def fused(*names):
+            parts = [weights[f"{prefix}{name}.weight"] for name in names]
+            biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+            weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if all(bias is None for bias in biases):
+                return weight, None
+            filled = [p.new_zeros(p.shape[0]) if b is None else b for p, b in zip(parts, biases, strict=True)]
+            return weight, torch.cat(filled)
+
+        packed = f"{prefix}self_attn.qkv_proj.weight" in weights  # Phi-3 stores the fused matrices
+        return cls(
+            qkv=fused("self_attn.qkv_proj") if packed else fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=fused("self_attn.o_proj"),
+            gate_up=fused("mlp.gate_up_proj") if packed else fused("mlp.gate_proj", "mlp.up_proj"),
+            down=fused("mlp.down_proj"),
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What every layer of one forward call shares: positions start .. start + count - 1, their rotation, cache slots and masks.
+
+    masks: by window (None = unlimited), a bool mask [count, keys] aligned at the bottom right, or None where none is needed.
+    """
+
+    start: int
+    count: int
+    rotation: Rotation
+    slots: Slots
+    masks: dict
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+
+class Decoder:
+    """The backbone: embeddings, full-precision blocks, final norm and head. Immutable once built; lanes share one.
+
+    Args:
+        config: transformers text config.
+        weights: the checkpoint's tensors under transformers' names.
+        plan: dtypes, kernels and device.
+        progress: called with the fraction of layers that are in place.
+
+    Raises:
+        LoadError: an architecture that is not supported, or a checkpoint that lacks a tensor.
+    """
+
+    def __init__(self, config, weights: dict[str, torch.Tensor], plan: KernelPlan, progress=None):
+        self.config = DecoderConfig.from_transformers(config)
+        self.plan = plan
+        self.device = plan.device
+        c = self.config
+        self.rope = Rope(config, c.num_attention_heads, c.num_key_value_heads, c.head_dim, plan.device)
+        self.windows = set(c.sliding_window)
+        self.act = ACT2FN[c.hidden_act]
+        try:
+            self.norms = [self._norms(weights, layer) for layer in range(c.num_hidden_layers)]
+            self.blocks = []
+            for layer in range(c.num_hidden_layers):
+                self.blocks.append(self.make_block(BlockWeights.read(weights, layer), layer, plan.dense))
+                if progress:
+                    progress((layer + 1) / c.num_hidden_layers)
+            self.final_norm = weights["model.norm.weight"].to(plan.device, torch.float32)
+            embedding = weights["model.embed_tokens.weight"]
+            self.lm_head = plan.dense(weights.get("lm_head.weight", embedding))
+        except KeyError as error:
+            raise LoadError(f"The checkpoint lacks the tensor {error}; it is incomplete or of another architecture.") from error
+        tied = "lm_head.weight" not in weights or weights["lm_head.weight"].data_ptr() == embedding.data_ptr()
+        self.embedding = self.lm_head.weight if tied else embedding.to(plan.device, plan.dtype)
+
+    def _norms(self, weights, layer):
+        prefix = f"model.layers.{layer}."
+
+        def norm(name):
+            return weights[prefix + name].to(self.device, torch.float32)
+
+        qk_norm = None
+        if self.config.qk_norm:
+            heads = [norm("self_attn.q_norm.weight")] * self.config.num_attention_heads
+            heads += [norm("self_attn.k_norm.weight")] * self.config.num_key_value_heads
+            qk_norm = torch.stack(heads)
+        return norm("input_layernorm.weight"), norm("post_attention_layernorm.weight"), qk_norm
+
+    def make_block(self, tensors: BlockWeights, layer: int, make_linear) -> Block:
+        """A block of layer `layer` whose products are made by `make_linear(weight, bias)`; norms are shared, never copied."""
+        input_norm, post_norm, qk_norm = self.norms[layer]
+        products = {name: make_linear(*getattr(tensors, name)) for name in ("qkv", "o", "gate_up", "down")}
+        return Block(**products, input_norm=input_norm, post_norm=post_norm, qk_norm=qk_norm)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` positions, in the plan's `kv_dtype` and on its device."""
+        return KVCache(self.config, capacity, self.plan.kv_dtype, self.device)
+
+    def embed(self, token_ids) -> torch.Tensor:
+        """Token ids (list of T ints) -> hidden states [T, d], float32."""
+        ids = torch.tensor(token_ids, dtype=torch.long, device=self.device)
+        return F.embedding(ids, self.embedding).to(torch.float32)
+
+    def rows(self, start: int, count: int, cache: KVCache) -> Rows:
+        """The shared part of a forward call over `count` positions from `start` on; everything before `start` is in `cache`."""
+        masks = {}
+        for window in self.windows:
+            if count == 1 or (start == 0 and (window is None or count <= window)):
+                masks[window] = None  # one row sees its whole slice; a fresh prompt has the kernel's own causal mask
+                continue
+            queries = torch.arange(start, start + count, device=self.device)[:, None]
+            keys = torch.arange(start + count, device=self.device)[None, :]
+            allowed = keys <= queries
+            masks[window] = allowed if window is None else allowed & (keys > queries - window)
+        slots = cache.open(start, count, self.windows)
+        return Rows(start, count, self.rope.rotation(start, count), slots, masks)
+
+    def run_block(self, block: Block, layer: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> torch.Tensor:
+        """One decoder layer over T rows; writes their keys and values, and who wrote them, before it attends.
+
+        Args:
+            block: the backbone's block of this layer, or its river twin.
+            layer: 0-based; picks the cache slots, which both kinds of block share.
+            hidden_states: [T, d] float32; left as it is.
+            rows: from `rows()`.
+            cache: the lane's.
+            owner: `kv_cache.BACKBONE`, `RIVER`, ...
+
+        Returns:
+            [T, d] float32, a new tensor.
+        """
+        c = self.config
+        x = rms_norm(hidden_states, block.input_norm, c.rms_norm_eps, block.qkv.dtype)
+        heads = block.qkv(x).to(torch.float32).view(rows.count, -1, c.head_dim)  # [T, query + key + value heads, head_dim]
+        if block.qk_norm is not None:
+            normed = c.num_attention_heads + c.num_key_value_heads
+            scaled = F.rms_norm(heads[:, :normed], (c.head_dim,), eps=c.rms_norm_eps) * block.qk_norm
+            heads = torch.cat([scaled, heads[:, normed:]], 1)
+        heads = self.rope.rotate(heads, rows.rotation)
+        queries, new = heads.split([c.num_attention_heads, 2 * c.num_key_value_heads], 1)
+        new = new.unflatten(1, (2, c.num_key_value_heads)).permute(1, 2, 0, 3)  # [2, key/value heads, T, head_dim]
+        cache.write(layer, rows.slots, new, owner)
+        attended = self._attend(queries, layer, rows)
+        hidden_states = hidden_states + block.o(attended)
+        x = rms_norm(hidden_states, block.post_norm, c.rms_norm_eps, block.gate_up.dtype)
+        gate, up = block.gate_up(x).chunk(2, -1)
+        return hidden_states + block.down(self.act(gate) * up)
+
+    def _attend(self, queries, layer, rows):
+        """Attention of T rows over the valid slice of one layer's cache -> [T, num_attention_heads * head_dim]."""
+        c = self.config
+        window = c.sliding_window[layer]
+        keys, values = rows.slots.read[window]
+        keys, values = keys[layer], values[layer]  # [1, key/value heads, S, head_dim]
+        queries = queries.to(keys.dtype)
+        if rows.count == 1:
+            # The query heads of one key/value head become rows of its query: four times faster than enable_gqa for one token.
+            grouped = queries.view(1, c.num_key_value_heads, -1, c.head_dim)
+            return F.scaled_dot_product_attention(grouped, keys, values).view(1, -1)
+        queries = queries.transpose(0, 1).unsqueeze(0)  # [1, query heads, T, head_dim]
+        mask = rows.masks[window]
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return attended.squeeze(0).transpose(0, 1).reshape(rows.count, -1)
+
+    def head(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        """Final norm and LM head: the last block's output [T, d] -> logits [T, V], float32."""
+        x = rms_norm(hidden_state, self.final_norm, self.config.rms_norm_eps, self.lm_head.dtype)
+        return self.lm_head(x).to(torch.float32)
+
+
+def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """Root-mean-square norm of [T, d] float32 rows, cast to the dtype of the product that follows."""
+    size = hidden_states.shape[-1]
+    if hidden_states.shape[0] == 1 and hidden_states.device.type == "cpu":
+        # F.rms_norm is seven small operations on a CPU; one dot product and one fused 0 + s * h * w take a third of its time.
+        row = hidden_states.view(size)
+        scale = 1.0 / math.sqrt(float(torch.dot(row, row)) / size + eps)
+        return torch.addcmul(_zero, hidden_states, weight, value=scale).to(dtype)
+    return F.rms_norm(hidden_states, (size,), weight, eps).to(dtype)
+
+
+_zero = torch.zeros(())

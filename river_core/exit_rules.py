@@ -1,0 +1,123 @@
+"""When a token leaves the backbone. "Exit at e" = blocks 1..e ran in the backbone; depth L, the last, is never tested."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from river_core.errors import InputError
+
+
+class ExitRule:
+    """One lane's exit decision.
+
+    A rule either knows the depth beforehand (`forced_depth` returns it) or is asked after every block (`should_exit`). Rules
+    belong to a lane and may keep state.
+    """
+
+    name = ""
+
+    def forced_depth(self, index: int) -> int | None:
+        """The depth of the step that produces generated token `index`, if it does not depend on hidden states; else None."""
+        return None
+
+    def should_exit(self, layer: int, h_in: torch.Tensor, h_out: torch.Tensor) -> tuple[bool, float]:
+        """Whether to leave after block `layer` (counted from 1), and the score behind it.
+
+        Args:
+            layer: 1 .. L - 1.
+            h_in, h_out: the block's input and output, [T, d] float32; with several rows (a prompt) all of them must agree.
+        """
+        raise NotImplementedError
+
+    def describe(self) -> dict:
+        """The rule as a trace carries it."""
+        return {"name": self.name}
+
+
+class Never(ExitRule):
+    """Every token runs the whole backbone of `num_hidden_layers` blocks."""
+
+    name = "never"
+
+    def __init__(self, num_hidden_layers: int):
+        self.depth = num_hidden_layers
+
+    def forced_depth(self, index):
+        return self.depth
+
+
+class Fixed(ExitRule):
+    """Every token leaves at the same depth; 0 keeps it out of the backbone altogether."""
+
+    name = "fixed"
+
+    def __init__(self, depth: int):
+        self.depth = depth
+
+    def forced_depth(self, index):
+        return self.depth
+
+    def describe(self):
+        return {"name": self.name, "depth": self.depth}
+
+
+class Replay(ExitRule):
+    """The depths of another run, token by token: what makes strategies comparable. Past the end of the list, the last depth holds."""
+
+    name = "replay"
+
+    def __init__(self, depths: list[int]):
+        if not depths:
+            raise InputError("A replay needs at least one exit depth.")
+        self.depths = list(depths)
+
+    def forced_depth(self, index):
+        return self.depths[min(index, len(self.depths) - 1)]
+
+    def describe(self):
+        return {"name": self.name, "depths": self.depths}
+
+
+class Similarity(ExitRule):
+    """State-transition similarity: leave after a block when cos(input, output) > tau (River-LLM, section on the exit decision).
+
+    Args:
+        tau: threshold; 2 never exits, -2 always exits at the floor.
+        floor: shallowest depth that may be an exit, from 1.
+    """
+
+    name = "similarity"
+
+    def __init__(self, tau: float, floor: int = 1):
+        self.tau = check_tau(tau)
+        self.floor = floor
+
+    def should_exit(self, layer, h_in, h_out):
+        if layer < self.floor:
+            return False, math.nan
+        score = cosine(h_in, h_out)
+        return score > self.tau, score
+
+    def describe(self):
+        return {"name": self.name, "tau": self.tau, "floor": self.floor}
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The least cosine similarity over the rows of a and b, [T, d] float32."""
+    if a.shape[0] == 1:
+        x, y = a[0], b[0]
+        # Three dot products take half the time of F.cosine_similarity for one row.
+        return float(torch.dot(x, y)) / math.sqrt(max(float(torch.dot(x, x)) * float(torch.dot(y, y)), 1e-30))
+    return float(F.cosine_similarity(a, b, dim=-1).min())
+
+
+def check_tau(tau) -> float:
+    """tau as a float; InputError if it is not a number."""
+    try:
+        value = float(tau)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"The threshold tau must be a number such as 0.97, not {str(tau)[:40]!r}.")
+    return value

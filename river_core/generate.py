@@ -1,0 +1,193 @@
+"""A run: checked input, lanes in turn, events out."""
+
+import datetime
+import importlib.metadata
+import platform
+
+import torch
+
+from river_core.errors import InputError, RiverError
+from river_core.lane import Lane, SharedPrefill
+from river_core.methods import Method, parse_methods
+from river_core.sampling import Sampling
+from river_core.text import check_prompt, clean, encode, pieces
+from river_core.trace import TRACE_VERSION
+
+TIMING = {
+    "race": "Lanes take turns on one device; the next step goes to the lane with the least engine time, and each clock counts its own steps only.",
+    "sequential": "Lanes run one after another, each alone on the device.",
+}
+
+
+def generate(model, prompt: str, method: str = "river", **options):
+    """Decode one answer with one method.
+
+    Args:
+        model: from `load`.
+        prompt: the user's text.
+        method: "backbone", "int4", "river", or "river:0.95" for a tau of its own.
+        options: as for `compare`.
+
+    Yields:
+        dict: the run's events, see `compare`.
+    """
+    yield from compare(model, prompt, (method,), **options)
+
+
+def compare(
+    model,
+    prompt: str,
+    methods=("backbone", "int4", "river"),
+    *,
+    tau: float | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    chat: bool = True,
+    prefill: str = "full",
+    timing: str = "race",
+    stop=None,
+):
+    """Decode one prompt with several methods side by side.
+
+    Args:
+        model: from `load`; shared, never changed.
+        prompt: the user's text.
+        methods: names, see `methods.METHODS`; the same method may come twice with different thresholds ("river:0.95", "river:0.98").
+        tau: similarity threshold of lanes without their own, -1 .. 1; None = the model's default; 2 never exits.
+        max_new_tokens: tokens per lane, from 1; cut to what the context holds, with a notice.
+        temperature, top_k, top_p, seed: see `Sampling`; greedy by default.
+        chat: wrap the prompt in the model's chat template, where it has one.
+        prefill: "full": the prompt runs the whole backbone, once for all lanes. "sequence": each lane reads it in its own way, River with the
+            paper's sequence-level exit, full 4-bit through the twins.
+        timing: "race" (the lane with the least engine time goes next) or "sequential".
+        stop: callable () -> bool, asked before every token; True ends the run. Closing the generator does too.
+
+    Yields:
+        dict: "run" with the header, then "prefill", "token", "error" and "end" events of the lanes, and "done". Times are nanoseconds
+        of engine time. Token event `i` belongs to the step that produced generated token i by feeding the token at `position`: its exit depth,
+        its similarities, and the owners of the cache slots of that position. Token 0 comes from the prompt's last position.
+
+    Raises:
+        InputError: on the first `next`, a prompt or an option that cannot be used.
+    """
+    prompt = check_prompt(prompt)
+    prompt, notice = clean(prompt)
+    notices = [notice] if notice else []
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    chosen = parse_methods(methods, tau, model)
+    if prefill not in ("full", "sequence"):
+        raise InputError(f"prefill must be full or sequence, not {str(prefill)[:40]!r}.")
+    if timing not in TIMING:
+        raise InputError(f"timing must be race or sequential, not {str(timing)[:40]!r}.")
+    prompt_ids = encode(model.tokenizer, prompt, chat)
+    max_new_tokens = _fit_length(model, prompt_ids, max_new_tokens, notices)
+    if chat and not model.tokenizer.chat_template:
+        notices.append("This model has no chat template; the prompt was used as it is.")
+    yield {"type": "run", "header": _header(model, prompt, prompt_ids, chosen, max_new_tokens, sampling, chat, prefill, timing, notices)}
+    stop = stop or (lambda: False)
+    run = _race(model, chosen, prompt_ids, max_new_tokens, sampling, prefill, timing == "sequential", stop)
+    # Inference mode is a property of the thread, and the caller's code runs between two events: it is entered for each step alone.
+    while True:
+        with torch.inference_mode():
+            event = next(run, None)
+        if event is None:
+            return
+        yield event
+
+
+def _race(model, methods, prompt_ids, max_new_tokens, sampling, prefill, sequential, stop):
+    """The lanes' events; the next step goes to the unfinished lane with the least engine time (or to the first, one after another)."""
+    shared = SharedPrefill()
+    waiting: list[Method] = list(methods)
+    running: list[Lane] = []
+    while waiting or running:
+        if stop():
+            for method in waiting:  # a lane that never started still gets its end
+                running.append(Lane(model, method, prompt_ids, max_new_tokens, sampling, prefill))
+            for lane in running:
+                yield lane.end("stop")
+            yield {"type": "done", "reason": "stop"}
+            return
+        lane, events = None, []
+        try:
+            if waiting and not (sequential and running):
+                lane = Lane(model, waiting.pop(0), prompt_ids, max_new_tokens, sampling, prefill)
+                running.append(lane)
+                events = lane.prefill(shared)
+            else:
+                lane = running[0] if sequential else min(running, key=lambda candidate: candidate.clock_ns)
+                events = lane.step()
+            if lane.finished:
+                running.remove(lane)
+                events.append(lane.end(lane.finished))
+        except (RiverError, RuntimeError, MemoryError) as error:
+            if lane is None:
+                raise
+            if lane in running:
+                running.remove(lane)
+            message = _explain(error, lane)
+            events += [{"type": "error", "lane": lane.id, "message": message}, lane.end("error", message)]
+        yield from events
+    yield {"type": "done", "reason": "finished"}
+
+
+def _explain(error: Exception, lane: Lane) -> str:
+    """One sentence for a lane that failed."""
+    if isinstance(error, RiverError):
+        return str(error)
+    text = str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text or "out of memory" in text:
+        return f"Lane {lane.method.label} ran out of memory. Use fewer tokens, fewer lanes or a smaller model."
+    return f"Lane {lane.method.label} failed: {text.splitlines()[0] if text else type(error).__name__}"
+
+
+def _fit_length(model, prompt_ids, max_new_tokens, notices) -> int:
+    """The number of tokens to generate, after checking it against the context; what was changed goes into `notices`."""
+    context = model.context_length
+    if len(prompt_ids) >= context:
+        raise InputError(
+            f"The prompt is {len(prompt_ids):,} tokens long, but {model.name} reads at most {context:,} and needs room to answer. Shorten it."
+        )
+    try:
+        wanted = int(max_new_tokens)
+        whole = wanted == float(max_new_tokens)
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise InputError(f"The number of tokens must be a whole number, not {str(max_new_tokens)[:40]!r}.")
+    room = context - len(prompt_ids)
+    used = min(max(wanted, 1), room)
+    if wanted < 1:
+        notices.append(f"The number of tokens must be at least 1; {wanted} was asked for, 1 was used.")
+    elif wanted > room:
+        notices.append(f"After a prompt of {len(prompt_ids):,} tokens the context of {context:,} has room for {room:,}; {used:,} was used.")
+    return used
+
+
+def _header(model, prompt, prompt_ids, methods, max_new_tokens, sampling, chat, prefill, timing, notices) -> dict:
+    facts = model.describe()
+    return {
+        "trace_version": TRACE_VERSION,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "model": {
+            "name": facts["model"], "source": facts["source"], "revision": facts["revision"], "sha256": facts["sha256"],
+            "architecture": facts["architecture"], "n_layers": facts["n_layers"], "hidden_size": facts["hidden_size"],
+            "context_length": facts["context_length"], "calibrated": model.calibrated,
+        },
+        "device": facts["device"], "device_name": facts["device_name"], "threads": facts["threads"],
+        "dtype": facts["dtype"], "prefill_dtype": facts["prefill_dtype"], "kv_dtype": facts["kv_dtype"],
+        "kernels": {"river": facts["river_kernel"], "products": facts["river_products"], "reasons": facts["reasons"]},
+        "quantiser": facts["quantiser"],
+        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"]},
+        "prompt": prompt, "chat": chat, "prompt_ids": list(prompt_ids), "prompt_pieces": pieces(model.tokenizer, prompt_ids),
+        "max_new_tokens": max_new_tokens, "sampler": sampling.describe(), "seed": sampling.seed, "prefill": prefill,
+        "timing": {"mode": timing, "protocol": TIMING[timing], "repeats": 1,
+                   "instrumented": "similarities beyond the exit test, candidates and owners are gathered after each step's clock has stopped"},
+        "lanes": [method.describe() for method in methods],
+        "notices": list(notices) + list(model.notes),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "transformers": importlib.metadata.version("transformers")},
+    }  # fmt: skip

@@ -1,0 +1,151 @@
+"""One lane: a method decoding its own text over the shared model, step by step, on its own cache and its own clock."""
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+from river_core.errors import RiverError
+from river_core.kv_cache import OWNER_NAMES, KVCache
+from river_core.methods import Method
+from river_core.sampling import Sampler, Sampling
+from river_core.strategies import Step
+from river_core.text import TextStream, token_text
+from river_core.trace import rounded
+
+TOP = 5
+
+
+class LaneError(RiverError):
+    """A lane that cannot go on; the others can."""
+
+
+class Lane:
+    """A method at work on one prompt.
+
+    Args:
+        model: the shared `Model`.
+        method: what to run.
+        prompt_ids: token ids of the prompt.
+        max_new_tokens: tokens after which the lane ends, if no end token came.
+        sampling: how tokens are drawn.
+        prefill: "full" or "sequence", see `Strategy.prefill`.
+
+    `clock_ns` is engine time spent so far: prefill and steps, with the device synchronised, nothing else.
+    """
+
+    def __init__(self, model, method: Method, prompt_ids, max_new_tokens: int, sampling: Sampling, prefill: str):
+        self.model = model
+        self.method = method
+        self.id = method.id
+        self.strategy = method.build(model)
+        self.prompt_ids = prompt_ids
+        self.max_new_tokens = max_new_tokens
+        self.prefill_mode = prefill
+        self.sampler = Sampler(sampling)
+        self.stream = TextStream(model.tokenizer)
+        self.cache: KVCache | None = None
+        self.token_ids: list[int] = []
+        self.clock_ns = 0
+        self.decode_ns = 0
+        self.finished: str | None = None
+
+    def prefill(self, shared: "SharedPrefill") -> list[dict]:
+        """Feed the prompt, or take over the pass that another lane made; returns the prefill event and the first token's."""
+        self.cache = self.strategy.new_cache(len(self.prompt_ids) + self.max_new_tokens)
+        sharing = self.prefill_mode == "full" and not self.strategy.reads_prompt_itself
+        reused = sharing and shared.cache is not None
+        if reused:
+            self.cache.copy_prefix(shared.cache)
+            step, elapsed = shared.step, shared.elapsed_ns
+        else:
+            step, elapsed = self._timed(lambda: self.strategy.prefill(self.prompt_ids, self.cache, self.prefill_mode))
+            if sharing:
+                shared.cache, shared.step, shared.elapsed_ns = self.cache.snapshot(), step, elapsed
+        step.token = self.sampler(step.logits)
+        self.clock_ns += elapsed
+        event = {"type": "prefill", "lane": self.id, "t_ns": elapsed, "exit_layer": step.exit_layer, "shared": reused}
+        return [event, self._accept(step, elapsed, from_prefill=True)]
+
+    def step(self) -> list[dict]:
+        """Decode the next token, or the next few where the strategy makes several at once; returns their events."""
+        index = len(self.token_ids)
+        position = len(self.prompt_ids) + index - 1
+        room = self.max_new_tokens - index
+        steps, elapsed = self._timed(lambda: self.strategy.advance(self.token_ids[-1], position, index, self.cache, self.sampler, room))
+        self.clock_ns += elapsed
+        events = []
+        for i, step in enumerate(steps):
+            if self.finished:
+                break  # an end token inside a draft: what was drafted behind it never existed
+            # Tokens of one cycle share its time evenly; the remainder goes to the first, so that the sum stays exact.
+            share = elapsed // len(steps) + (elapsed % len(steps) if i == 0 else 0)
+            events.append(self._accept(step, share, from_prefill=False))
+        # Time of tokens that were cut off behind an end token was spent all the same.
+        events[-1]["t_ns"] += elapsed - sum(event["t_ns"] for event in events)
+        self.decode_ns += elapsed
+        return events
+
+    def end(self, reason: str, message: str | None = None) -> dict:
+        """Close the lane; the event carries the whole text."""
+        self.finished = reason
+        rest = self.stream.rest()
+        return {
+            "type": "end", "lane": self.id, "reason": reason, "tokens": len(self.token_ids), "decode_ns": self.decode_ns,
+            "rest": rest, "text": self.stream.written + rest, "message": message,
+        }  # fmt: skip
+
+    def _timed(self, work):
+        """Do some decoding, token draws included, and measure it as engine time."""
+        self._synchronise()
+        start = time.perf_counter_ns()
+        result = work()
+        self._synchronise()
+        return result, time.perf_counter_ns() - start
+
+    def _synchronise(self):
+        if self.model.plan.device.type == "cuda":
+            torch.cuda.synchronize(self.model.plan.device)
+
+    def _accept(self, step: Step, elapsed: int, from_prefill: bool) -> dict:
+        """Everything after the clock has stopped: text, similarities, candidates, owners - the token's event."""
+        if not bool(torch.isfinite(step.logits).all()):
+            raise LaneError("The model's scores are not finite numbers any more: an overflow. Try --dtype bfloat16 or float32.")
+        token = step.token
+        position = len(self.prompt_ids) + len(self.token_ids) - 1
+        index = len(self.token_ids)
+        self.token_ids.append(token)
+        top = torch.softmax(step.logits, -1).topk(min(TOP, step.logits.shape[-1]))
+        candidates = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        if token in self.model.eos_token_ids:
+            self.finished = "eos"
+        elif len(self.token_ids) >= self.max_new_tokens:
+            self.finished = "length"
+        return {
+            "type": "token", "lane": self.id, "i": index, "id": token,
+            # An end token closes the answer and is no part of it.
+            "text": "" if self.finished == "eos" else self.stream.push(token),
+            "t_ns": elapsed, "from_prefill": from_prefill, "position": position,
+            "exit_layer": step.exit_layer, "layers_run": step.layers_run, "river_layers": step.river_layers,
+            "similarity": self._similarities(step), "tested": len(step.scores),
+            "top5": [[i, token_text(self.model.tokenizer, i), rounded(p)] for i, p in candidates],
+            "kv": self.cache.runs(position),
+            **({"filled": [[p, a, b, OWNER_NAMES[owner]] for p, a, b, owner in step.filled]} if step.filled else {}),
+            **step.facts,
+        }  # fmt: skip
+
+    def _similarities(self, step: Step) -> list[float | None]:
+        """cos(input, output) of every block that ran, for the row that was decoded; None above. Made after the clock stopped."""
+        states = torch.cat([state[-1:] for state in step.hidden_states])  # [blocks + 1, d]
+        values = F.cosine_similarity(states[:-1], states[1:], dim=-1).tolist()
+        values += [None] * (self.model.config.num_hidden_layers - len(values))
+        return [rounded(value) for value in values]
+
+
+class SharedPrefill:
+    """One full-depth pass over the prompt that several lanes start from."""
+
+    def __init__(self):
+        self.cache = None
+        self.step = None
+        self.elapsed_ns = 0

@@ -1,0 +1,1 @@
+"""Measurements: what the README and the page report is made here, by a command."""

@@ -1,0 +1,281 @@
+"""A loaded model: backbone, river, tokenizer, and what is known of them. Shared by all lanes and never changed by one."""
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from river_core.decoder import Decoder, check_supported
+from river_core.errors import InputError, LoadError
+from river_core.kernels import KernelPlan, choose_kernels
+from river_core.kv_cache import BACKBONE
+from river_core.loading import cache_dir, load_checkpoint
+from river_core.river import River
+
+# Found by looking at similarities of the default model; other models get the paper's values, which nobody calibrated for them.
+DEFAULT_MODEL_TAUS = {"fast": 0.95, "balanced": 0.97, "careful": 0.98}
+PAPER_TAUS = {"fast": 0.5, "balanced": 0.7}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class Model:
+    """What `load` returns.
+
+    name: short name for people. source: "default", "hub", "folder" or "gguf". revision, sha256: of the weights, where known.
+    tokenizer: a transformers tokenizer. eos_token_ids: any of them ends an answer. notes: sentences for the user.
+    load_seconds: by stage.
+    """
+
+    name: str
+    source: str
+    decoder: Decoder
+    river: River
+    tokenizer: object
+    eos_token_ids: frozenset[int]
+    revision: str | None = None
+    sha256: str | None = None
+    path: Path | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    load_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self):
+        """The `DecoderConfig`."""
+        return self.decoder.config
+
+    @property
+    def plan(self) -> KernelPlan:
+        return self.decoder.plan
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was made for."""
+        return self.config.max_position_embeddings
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the presets of tau were chosen on this very model."""
+        return self.source == "default"
+
+    @property
+    def tau_presets(self) -> dict[str, float]:
+        return dict(DEFAULT_MODEL_TAUS if self.calibrated else PAPER_TAUS)
+
+    @property
+    def default_tau(self) -> float:
+        return self.tau_presets["balanced"]
+
+    def describe(self) -> dict:
+        """Everything that a speed figure depends on, JSON-ready: device, dtypes, kernels and why, sizes, place of the cache."""
+        plan, config = self.plan, self.config
+        river = self.river.blocks[0]
+        kinds = [(name, type(getattr(river, name)).__name__.lower()) for name in ("qkv", "o", "gate_up", "down")]
+        return {
+            "model": self.name,
+            "source": self.source,
+            "path": str(self.path) if self.path else None,
+            "revision": self.revision,
+            "sha256": self.sha256,
+            "architecture": config.model_type,
+            "n_layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "context_length": self.context_length,
+            "device": str(plan.device),
+            "device_name": device_name(plan.device),
+            "threads": torch.get_num_threads(),
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "kv_dtype": str(plan.kv_dtype).removeprefix("torch."),
+            "prefill_dtype": str(plan.many_dtype).removeprefix("torch."),
+            "river_kernel": plan.river,
+            "river_products": dict(kinds),
+            "quantiser": self.quantiser(),
+            "reasons": list(plan.reasons),
+            "measured_us": {name: round(us, 1) for name, us in plan.measured_us.items()},
+            "backbone_bytes": sum(block.nbytes for block in self.decoder.blocks),
+            "river_bytes": self.river.nbytes,
+            "head_bytes": self.decoder.lm_head.nbytes,
+            "load_seconds": {stage: round(seconds, 2) for stage, seconds in self.load_seconds.items()},
+            "cache": str(cache_dir()),
+            "notes": list(self.notes),
+        }
+
+    def quantiser(self) -> dict:
+        """How the river was made."""
+        return {"name": "hqq", "bits": self.plan.bits, "group_size": self.plan.group_size or "row", "axis": 1}
+
+
+def load(
+    name: str | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    bits: int = 4,
+    group_size: int = 64,
+    threads: int | None = None,
+    river_kernel: str = "auto",
+    progress=None,
+) -> Model:
+    """Load a model, quantise its river, and choose kernels for this machine.
+
+    Args:
+        name: None = the packaged default model; a hub id, a local folder, or a .gguf file otherwise.
+        device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1", "mps".
+        dtype: "auto" measures; "float16", "bfloat16" or "float32" (exact mode, where the river multiplies dequantised float32 weights).
+        bits: of the river, 4 (default) or 8.
+        group_size: inputs of one row that share a scale: 32, 64 (default) or 128. The largest that divides the model's sizes is taken where
+            it does not, with a note.
+        threads: CPU threads; None = the cores that this process may really use.
+        river_kernel: "auto" measures; "int4", "int8", "dequantised".
+        progress: callable (stage, fraction or None, message); stages "download", "convert", "weights", "kernels", "river", "ready".
+
+    Returns:
+        Model
+
+    Raises:
+        LoadError: no such model, an unsupported architecture, a damaged file, too little disk or memory.
+        InputError: an option that is not one of the above.
+    """
+    report = progress or (lambda stage, fraction, message: None)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InputError(f"dtype must be auto, float16, bfloat16 or float32, not {dtype!r}.")
+    if bits not in (4, 8) or group_size not in (32, 64, 128):
+        raise InputError(f"The river takes 4 or 8 bits and groups of 32, 64 or 128, not {bits} bits in groups of {group_size}.")
+    if river_kernel not in ("auto", "int4", "int8", "dequantised"):
+        raise InputError(f"river_kernel must be auto, int4, int8 or dequantised, not {river_kernel!r}.")
+    target = resolve_device(device)
+    set_threads(threads)
+    seconds: dict[str, float] = {}
+    clock = _StageClock(seconds)
+
+    checkpoint = load_checkpoint(name, progress=progress, check=check_supported)
+    clock.done("weights")
+    config, notes = checkpoint.config, list(checkpoint.notes)
+    # Fused matrices have three input widths: d, the attention heads, and the intermediate size; groups must divide all of them.
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widths = (config.hidden_size, config.num_attention_heads * head_dim, config.intermediate_size)
+    fitting = [g for g in (group_size, 64, 32, 16, 8) if g <= group_size and all(w % g == 0 for w in widths)]
+    if bits == 4 and not fitting:
+        raise LoadError(f"No group size divides the layer widths {widths} of this model, so its river cannot be quantised.")
+    if fitting and fitting[0] != group_size:
+        notes.append(f"Groups of {group_size} do not divide the layer widths of this model; groups of {fitting[0]} are used.")
+        group_size = fitting[0]
+
+    report("kernels", None, "measuring kernels on this machine")
+    wanted = "auto" if dtype == "auto" else DTYPES[dtype]
+    plan = choose_kernels(target, config.hidden_size, config.intermediate_size, wanted, bits, group_size, river=river_kernel)
+    clock.done("kernels")
+    decoder = _build_decoder(checkpoint, plan, report)
+    if not _finite(decoder) and dtype == "auto" and plan.dtype == torch.float16:
+        reason = "decode in bf16: this model's activations overflow fp16"
+        plan = dataclasses.replace(
+            plan, dtype=torch.bfloat16, many_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, reasons=(reason, *plan.reasons[1:])
+        )
+        decoder = _build_decoder(checkpoint, plan, report)
+    clock.done("backbone")
+    river = River(decoder, checkpoint.weights, lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"))
+    clock.done("river")
+    report("ready", 1.0, f"{checkpoint.name} is ready")
+    return Model(
+        name=checkpoint.name,
+        source=checkpoint.source,
+        decoder=decoder,
+        river=river,
+        tokenizer=checkpoint.tokenizer,
+        eos_token_ids=frozenset(checkpoint.eos_token_ids),
+        revision=checkpoint.revision,
+        sha256=checkpoint.sha256,
+        path=checkpoint.path,
+        notes=notes,
+        load_seconds=seconds,
+    )
+
+
+def _build_decoder(checkpoint, plan, report):
+    def progress(fraction):
+        report("weights", fraction, f"placing weights, {round(100 * fraction)} %")
+
+    return Decoder(checkpoint.config, checkpoint.weights, plan, progress)
+
+
+@torch.inference_mode()
+def _finite(decoder) -> bool:
+    """Whether a few tokens go through the backbone without overflow; also warms the kernels up, many rows and one."""
+    ids = [(7 + 31 * i) % decoder.config.vocab_size for i in range(16)]
+    cache = decoder.new_cache(len(ids) + 1)
+    for start, tokens in ((0, ids), (len(ids), ids[:1])):
+        rows, hidden = decoder.rows(start, len(tokens), cache), decoder.embed(tokens)
+        for layer, block in enumerate(decoder.blocks):
+            hidden = decoder.run_block(block, layer, hidden, rows, cache, BACKBONE)
+        if not bool(decoder.head(hidden[-1:]).isfinite().all()):
+            return False
+    return True
+
+
+class _StageClock:
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.last = time.perf_counter()
+
+    def done(self, stage):
+        now = time.perf_counter()
+        self.seconds[stage], self.last = now - self.last, now
+
+
+def resolve_device(device: str) -> torch.device:
+    """A torch device from "auto", "cpu", "cuda", "cuda:1" or "mps"; InputError if this machine or this torch has none such."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"There is no device {device!r}; use auto, cpu, cuda or mps.") from error
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"PyTorch sees no GPU for device {device!r}; use --device cpu.")
+    if target.type == "mps" and not torch.backends.mps.is_available():
+        raise InputError("PyTorch finds no Apple GPU here; use --device cpu.")
+    if target.type not in ("cpu", "cuda", "mps"):
+        raise InputError(f"Device {device!r} is not supported; use auto, cpu, cuda or mps.")
+    return target
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's or the GPU's own name, for run cards."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        name = "CPU"
+        cpuinfo = Path("/proc/cpuinfo")
+        if cpuinfo.exists():
+            lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+            name = lines[0].split(":", 1)[1].strip() if lines else name
+        return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+    return str(device)
+
+
+def set_threads(threads: int | None) -> int:
+    """Set PyTorch's CPU threads to `threads`, or to the cores that this process may use; returns the number."""
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise InputError(f"threads must be a whole number from 1 on, not {threads!r}.")
+    count = threads or available_cores()
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    return count
+
+
+def available_cores() -> int:
+    """Cores by affinity and by the container's CPU quota, not the host's count."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.exists():
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    return int(os.environ.get("CPU_CORES") or cores) if os.environ.get("SPACE_ID") else cores

@@ -1,0 +1,101 @@
+"""What happens to the layers that an exiting token skips: one file a strategy, all of them subclasses of `Strategy`.
+
+To add one: write a file with a subclass that implements `step`, and give it a line in `methods.METHODS`.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from river_core.decoder import Decoder
+from river_core.exit_rules import ExitRule
+from river_core.kv_cache import BACKBONE, KVCache
+
+
+@dataclass
+class Step:
+    """What one generated token left behind.
+
+    logits: [V] float32, from which it is drawn.
+    exit_layer: backbone blocks that the fed token ran before it left; L = no exit.
+    layers_run, river_layers: backbone and river blocks executed for it, once for every row that went through (a recomputed token counts again).
+    token: the id, filled in by `advance`.
+    scores: the exit rule's score by layer (counted from 1), where it was asked.
+    hidden_states: the residual stream before the first block and after every block that ran, each [T, d] float32; its last row is the fed token.
+    filled: slots of earlier positions written in this step: (position, first layer, last layer + 1, owner).
+    facts: what only this strategy has to say, JSON-ready.
+    """
+
+    logits: torch.Tensor
+    exit_layer: int
+    layers_run: int
+    river_layers: int
+    token: int = -1
+    scores: dict[int, float] = field(default_factory=dict)
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    filled: list[tuple[int, int, int, int]] = field(default_factory=list)
+    facts: dict = field(default_factory=dict)
+
+
+class Strategy:
+    """One lane's KV strategy; belongs to the lane and may keep state.
+
+    Args:
+        model: anything with a `decoder` and a `river`, shared by all lanes.
+        rule: this lane's exit rule.
+    """
+
+    reads_prompt_itself = False  # True: the prompt pass that other lanes share is of no use to this strategy
+
+    def __init__(self, model, rule: ExitRule):
+        self.decoder: Decoder = model.decoder
+        self.river = model.river
+        self.rule = rule
+        self.last = model.decoder.config.num_hidden_layers
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """The cache that this strategy writes to."""
+        return self.decoder.new_cache(capacity)
+
+    def prefill(self, token_ids: list[int], cache: KVCache, mode: str = "full") -> Step:
+        """Feed the prompt through the whole backbone; its last row gives the first token's logits.
+
+        Args:
+            token_ids: T ids.
+            cache: empty, with room for them.
+            mode: "full", or "sequence" where the strategy has its own way of leaving for a whole prompt.
+        """
+        states, _ = self.run_backbone(token_ids, 0, cache)
+        cache.length = len(token_ids)
+        return Step(self.decoder.head(states[-1][-1:])[0], self.last, self.last, 0, hidden_states=states)
+
+    def step(self, token_id: int, position: int, index: int, cache: KVCache) -> Step:
+        """Feed one token at `position`, for the logits of generated token `index`."""
+        raise NotImplementedError
+
+    def advance(self, token_id: int, position: int, index: int, cache: KVCache, sampler, room: int) -> list[Step]:
+        """Decode at least one token and at most `room`, drawn by `sampler`; one for most strategies."""
+        step = self.step(token_id, position, index, cache)
+        step.token = sampler(step.logits)
+        return [step]
+
+    def run_backbone(self, token_ids, start, cache, rule=None, index=0, cap=None):
+        """Backbone blocks over some rows until the rule says leave, `cap` blocks ran, or all of them did.
+
+        Returns:
+            hidden states before the first block and after every block, and the rule's scores by layer. The depth is one less than
+            the number of states.
+        """
+        decoder = self.decoder
+        limit = self.last if cap is None else min(cap, self.last)
+        rows = decoder.rows(start, len(token_ids), cache)
+        states, scores = [decoder.embed(token_ids)], {}
+        forced = self.last if rule is None else rule.forced_depth(index)
+        limit = limit if forced is None else min(forced, limit)
+        for layer in range(limit):
+            states.append(decoder.run_block(decoder.blocks[layer], layer, states[-1], rows, cache, BACKBONE))
+            if forced is None and layer + 1 < self.last:
+                leave, scores[layer + 1] = rule.should_exit(layer + 1, states[-2], states[-1])
+                if leave:
+                    break
+        return states, scores

@@ -1,0 +1,223 @@
+"""The trace: all that crosses from engine to page, file, chart and test. Version 1.
+
+A run is a stream of events (dicts, JSON-ready); a trace is the same run put in order. See the README, "The trace".
+"""
+
+import gzip
+import json
+import math
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from river_core.errors import RiverError
+
+TRACE_VERSION = 1
+MAX_BYTES = 256 << 20  # of JSON after decompression: a bomb is refused, a run of many lanes and thousands of tokens is not
+
+
+class TraceError(RiverError):
+    """A trace file that cannot be read; the message names the place."""
+
+
+@dataclass
+class LaneTrace:
+    """One lane of a run: prefill event, token events by index, end event, all as the engine sent them."""
+
+    id: str
+    prefill: dict | None = None
+    tokens: list[dict] = field(default_factory=list)
+    end: dict | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(token["text"] for token in self.tokens) + (self.end or {}).get("rest", "")
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token["id"] for token in self.tokens]
+
+    @property
+    def decode_ns(self) -> int:
+        """Engine time of all decode steps; the first token came from the prompt and is not among them."""
+        return sum(token["t_ns"] for token in self.tokens if not token["from_prefill"])
+
+    @property
+    def decode_steps(self) -> int:
+        return sum(not token["from_prefill"] for token in self.tokens)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode steps per second of engine time; None before the second token."""
+        return self.decode_steps / (self.decode_ns / 1e9) if self.decode_ns else None
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Mean exit depth of the decode steps."""
+        depths = [token["exit_layer"] for token in self.tokens if not token["from_prefill"]]
+        return sum(depths) / len(depths) if depths else None
+
+
+@dataclass
+class Trace:
+    """A run: header and lanes."""
+
+    header: dict
+    lanes: dict[str, LaneTrace]
+
+    @classmethod
+    def from_events(cls, events) -> "Trace":
+        """Collect a run's events, in any order but with the header first."""
+        trace = None
+        for event in events:
+            if event["type"] == "run":
+                trace = cls(event["header"], {lane["id"]: LaneTrace(lane["id"]) for lane in event["header"]["lanes"]})
+            else:
+                trace.add(event)
+        if trace is None:
+            raise TraceError("These events hold no run: the header is missing.")
+        return trace
+
+    def add(self, event: dict) -> None:
+        """Put one event in its place."""
+        kind = event["type"]
+        if kind in ("done", "error"):
+            return
+        lane = self.lanes[event["lane"]]
+        if kind == "token":
+            lane.tokens.append(event)
+        else:
+            setattr(lane, kind, event)
+
+    def first_difference(self, lane_id: str, reference: str = "backbone") -> int | None:
+        """Index of the first token in which a lane differs from the reference lane; None if it does not, as far as both go."""
+        if reference not in self.lanes:
+            return None
+        a, b = self.lanes[lane_id].token_ids, self.lanes[reference].token_ids
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            if x != y:
+                return i
+        return None
+
+    def speed_up(self, lane_id: str, reference: str = "backbone") -> float | None:
+        """Tokens per second of a lane over those of the reference lane."""
+        if reference not in self.lanes:
+            return None
+        a, b = self.lanes[lane_id].tokens_per_second, self.lanes[reference].tokens_per_second
+        return a / b if a and b else None
+
+    def to_dict(self) -> dict:
+        """The trace as JSON data."""
+        lanes = [{"id": lane.id, "prefill": lane.prefill, "tokens": lane.tokens, "end": lane.end} for lane in self.lanes.values()]
+        return {"trace_version": TRACE_VERSION, "header": self.header, "lanes": lanes}
+
+    def save(self, path) -> None:
+        """Write the trace as JSON; gzipped if the name ends in .gz. The file appears whole or not at all."""
+        path = Path(path)
+        data = json.dumps(self.to_dict(), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data)
+            os.replace(partial, path)
+        except OSError as error:
+            raise TraceError(f"The trace could not be written to {path}: {error.strerror}.") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path) -> "Trace":
+        """Read a trace file, gzipped or plain.
+
+        Raises:
+            TraceError: one sentence that names the place: not there, not a trace, another version, a field missing or of the wrong kind.
+        """
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise TraceError(f"The trace {path} cannot be read: {error.strerror}.") from error
+        return cls.from_bytes(raw)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> "Trace":
+        """Read a trace from the bytes of a file; untrusted input."""
+        if raw[:2] == b"\x1f\x8b":
+            try:
+                unpacker = zlib.decompressobj(31)
+                raw = unpacker.decompress(raw, MAX_BYTES)
+            except zlib.error as error:
+                raise TraceError(f"The file is damaged: its compressed data cannot be read ({error}).") from error
+            if unpacker.unconsumed_tail:
+                raise TraceError(f"The file unpacks to more than {MAX_BYTES >> 20} MB, which no trace does.")
+            if not unpacker.eof:
+                raise TraceError("The file is damaged: it ends too early.")
+        try:
+            data = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"The file is not a trace: it is no valid JSON ({error}).") from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data) -> "Trace":
+        """Read a trace from JSON data; checks version, fields and kinds."""
+        _need(isinstance(data, dict), "The file is not a trace: an object is expected at the top")
+        version = data.get("trace_version")
+        _need(version == TRACE_VERSION, f"The trace has version {str(version)[:20]!r}; this program reads version {TRACE_VERSION}")
+        header = data.get("header")
+        _check(header, HEADER_FIELDS, "the header")
+        _check(header["model"], {"n_layers": int}, "header.model")
+        layers = header["model"]["n_layers"]
+        ids = []
+        for i, lane in enumerate(header["lanes"]):
+            _check(lane, {"id": str, "method": str}, f"header.lanes[{i}]")
+            ids.append(lane["id"])
+        _need(isinstance(data.get("lanes"), list), "The trace is damaged: lanes is missing")
+        lanes = {}
+        for i, lane in enumerate(data["lanes"]):
+            _check(lane, {"id": str, "tokens": list}, f"lanes[{i}]")
+            _need(lane["id"] in ids and lane["id"] not in lanes, f"The trace is damaged: lanes[{i}] is not in the header")
+            for j, token in enumerate(lane["tokens"]):
+                place = f"token {j} of lane {lane['id']!r}"
+                _check(token, TOKEN_FIELDS, place)
+                _need(token["i"] == j, f"The trace is damaged: {place} carries the number {token['i']}")
+                _need(0 <= token["exit_layer"] <= layers, f"The trace is damaged: {place} left at layer {token['exit_layer']} of {layers}")
+                _need(token["t_ns"] >= 0 and token["position"] >= 0, f"The trace is damaged: {place} has a negative time or position")
+                for run in token["kv"]:
+                    _need(
+                        isinstance(run, list)
+                        and len(run) == 4
+                        and isinstance(run[2], str)
+                        and all(isinstance(n, int) for n in (run[0], run[1], run[3]))
+                        and 0 <= run[0] < run[1] <= layers,
+                        f"The trace is damaged: kv of {place} is not a list of layer ranges",
+                    )
+            lanes[lane["id"]] = LaneTrace(lane["id"], lane.get("prefill"), lane["tokens"], lane.get("end"))
+        _need(set(lanes) == set(ids), "The trace is damaged: a lane of the header has no data")
+        return cls(header, lanes)
+
+
+HEADER_FIELDS = {"model": dict, "lanes": list, "prompt": str, "prompt_ids": list, "device": str, "dtype": str, "sampler": dict}
+TOKEN_FIELDS = {
+    "i": int, "id": int, "text": str, "t_ns": int, "from_prefill": bool, "position": int, "exit_layer": int, "layers_run": int,
+    "river_layers": int, "similarity": list, "top5": list, "kv": list,
+}  # fmt: skip
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise TraceError(f"{message}.")
+
+
+def _check(value, fields: dict, place: str) -> None:
+    _need(isinstance(value, dict), f"The trace is damaged: {place} is missing or not an object")
+    for name, kind in fields.items():
+        _need(name in value, f"The trace is damaged: field {name} is missing in {place}")
+        got = value[name]
+        right = isinstance(got, kind) and not (kind is int and isinstance(got, bool))
+        _need(right, f"The trace is damaged: field {name} in {place} is not of kind {kind.__name__}")
+
+
+def rounded(value: float | None, digits: int = 5) -> float | None:
+    """A number for a trace: rounded, and None for what JSON cannot carry."""
+    return None if value is None or not math.isfinite(value) else round(value, digits)

@@ -1,0 +1,87 @@
+"""The command line as a user types it, on the packaged model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from river_core import Trace
+from river_core.cli import main
+
+
+def command(*arguments):
+    """Run `python -m river_core` in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "river_core", *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_generate_prints_the_answer_and_writes_a_trace(tmp_path):
+    path = tmp_path / "out.json.gz"
+    done = command("generate", "What is the capital of France?", "--max-new-tokens", "16", "--trace", str(path))
+    assert done.returncode == 0, done.stderr
+    trace = Trace.load(path)
+    assert done.stdout.strip() == trace.lanes["river"].text.strip() != ""
+    assert "tokens/s" in done.stderr
+
+
+@pytest.fixture
+def loaded(default_model, monkeypatch):
+    """The commands below share one loaded model; loading is what the test above covers."""
+    monkeypatch.setattr("river_core.model.load", lambda *args, **kwargs: default_model)
+
+
+def test_compare_prints_lanes_with_speed_up_and_first_difference(loaded, capsys):
+    assert main(["compare", "Say hello.", "--max-new-tokens", "12"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("Backbone", "Full 4-bit", "River", "1.00x", "30.0 of 30", "first differing token"):
+        assert expected in out
+
+
+def test_compare_json_is_json_with_the_run_card(loaded, capsys):
+    assert main(["compare", "Say hello.", "--max-new-tokens", "8", "--methods", "backbone,river:0.95", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [lane["id"] for lane in facts["lanes"]] == ["backbone", "river"]
+    assert facts["lanes"][0]["speed_up"] == 1 and facts["dtype"] and facts["threads"]
+
+
+def test_generate_json_prints_events(loaded, capsys):
+    assert main(["generate", "Say hello.", "--max-new-tokens", "4", "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert events[0]["type"] == "run" and events[-1]["type"] == "done"
+
+
+def test_doctor_says_what_was_chosen_and_why(loaded, capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("SmolLM2-135M-Instruct", "device", "dtype", "why", "cache", "threads"):
+        assert expected in out
+
+
+def test_bench_measures_transformers_and_the_lanes_in_one_process(loaded, capsys):
+    assert main(["bench", "--tokens", "6", "--repeats", "1", "--methods", "backbone,river:0.95", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["lanes"]) == {"transformers", "backbone", "river:0.95"}
+    assert all(lane["tokens_per_second"]["median"] > 0 for lane in result["lanes"].values())
+    assert {"backbone / transformers", "river:0.95 / backbone"} <= set(result["ratios"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", ""], "prompt is empty"),
+        (["generate", "Hi", "--tau", "warm"], "must be a number"),
+        (["compare", "Hi", "--methods", ""], "at least one lane"),
+        (["generate", "Hi", "--method", "teleport"], "no method"),
+        (["generate", "Hi", "--max-new-tokens", "many"], "whole number"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_status_1(loaded, capsys, arguments, says):
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert says in captured.err and "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("option", [["--device", "abacus"], ["--dtype", "float12"], ["--bits", "5"], ["--threads", "0"]])
+def test_bad_model_options_get_a_sentence(capsys, option):
+    assert main(["doctor", *option]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,72 @@
+"""The packaged model, for real: the same greedy text as transformers, through the same files that a user has."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from river_core.decoder import Decoder
+from river_core.exit_rules import Never
+from river_core.kernels import choose_kernels
+from river_core.loading import load_checkpoint
+from river_core.strategies.river import RiverStrategy
+from river_core.text import encode
+
+PROMPTS = [
+    "Explain in two sentences why the sky is blue.",
+    "A farmer has 12 baskets with 15 apples in each. He sells 7 baskets. How many apples are left?",
+    "Write a short poem about a river that forgets its way.",
+    "List five European capitals and their countries.",
+    "def fibonacci(n):",
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """transformers' model and our decoder over one checkpoint, both float32."""
+    checkpoint = load_checkpoint()
+    reference = AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32).eval()
+    reference.load_state_dict(checkpoint.weights, strict=False)
+    reference.tie_weights()
+    plan = choose_kernels("cpu", checkpoint.config.hidden_size, checkpoint.config.intermediate_size, torch.float32)
+    return checkpoint, reference, Decoder(checkpoint.config, checkpoint.weights, plan)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@torch.inference_mode()
+def test_greedy_tokens_equal_transformers_generate(pair, prompt):
+    checkpoint, reference, decoder = pair
+    ids = encode(checkpoint.tokenizer, prompt, chat=True)
+    inputs = torch.tensor([ids])
+    expected = reference.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=64, do_sample=False)
+    expected = expected[0, len(ids) :].tolist()
+    plain = RiverStrategy(SimpleNamespace(decoder=decoder, river=None), Never(decoder.config.num_hidden_layers))
+    cache = decoder.new_cache(len(ids) + 64)
+    got = [int(plain.prefill(ids, cache).logits.argmax())]
+    while len(got) < len(expected):
+        step = plain.step(got[-1], len(ids) + len(got) - 1, len(got), cache)
+        got.append(int(step.logits.argmax()))
+    assert got == expected
+    assert len(got) == 64 or got[-1] in checkpoint.eos_token_ids
+
+
+def test_the_chat_templates_end_token_ends_an_answer(default_model):
+    ends = {default_model.tokenizer.convert_ids_to_tokens(token) for token in default_model.eos_token_ids}
+    assert "<|im_end|>" in ends
+
+
+def test_the_default_model_has_its_own_presets_and_says_what_it_is(default_model):
+    assert default_model.calibrated and default_model.default_tau == 0.97
+    assert default_model.tau_presets == {"fast": 0.95, "balanced": 0.97, "careful": 0.98}
+    facts = default_model.describe()
+    assert facts["n_layers"] == 30 and len(facts["sha256"]) == 64 and facts["reasons"]
+
+
+def test_river_leaves_early_on_real_text_and_later_with_a_higher_tau(default_model):
+    from river_core import Trace, compare
+
+    options = {"max_new_tokens": 24, "methods": ("river:0.95", "river:0.97", "river:0.98")}
+    lanes = Trace.from_events(compare(default_model, PROMPTS[0], **options)).lanes
+    fast, balanced, careful = (lanes[name].mean_depth for name in ("river", "river-2", "river-3"))
+    assert 1 < fast < balanced < careful <= 30

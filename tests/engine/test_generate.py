@@ -1,0 +1,240 @@
+"""A run as its user sees it: events in order, honest clocks, clear sentences for bad input, and a stop that stops."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import river_core
+from river_core import InputError, Trace, compare, generate
+from river_core.kernels import KernelPlan
+
+
+def run(model, prompt="Hello", **options):
+    options.setdefault("max_new_tokens", 12)
+    return list(compare(model, prompt, **options))
+
+
+def of(events, kind, lane=None):
+    return [e for e in events if e["type"] == kind and (lane is None or e["lane"] == lane)]
+
+
+def test_events_come_in_order_and_are_json(tiny):
+    events = run(tiny)
+    json.dumps(events, allow_nan=False)
+    assert events[0]["type"] == "run" and events[-1] == {"type": "done", "reason": "finished"}
+    lanes = [lane["id"] for lane in events[0]["header"]["lanes"]]
+    assert lanes == ["backbone", "int4", "river"]
+    for lane in lanes:
+        mine = [e["type"] for e in events if e.get("lane") == lane]
+        assert mine == ["prefill"] + ["token"] * (len(mine) - 2) + ["end"]
+        assert [e["i"] for e in of(events, "token", lane)] == list(range(len(mine) - 2))
+
+
+def test_every_token_carries_what_the_trace_promises(tiny):
+    events = run(tiny, methods=("backbone", "int4", "river:0.9"))
+    layers = tiny.config.num_hidden_layers
+    prompt = len(events[0]["header"]["prompt_ids"])
+    for e in of(events, "token"):
+        assert e["from_prefill"] == (e["i"] == 0)
+        assert e["position"] == prompt + e["i"] - 1
+        assert e["layers_run"] == e["exit_layer"] and e["layers_run"] + e["river_layers"] == layers
+        assert len(e["similarity"]) == layers and all(-1.001 <= s <= 1.001 for s in e["similarity"])
+        assert e["t_ns"] > 0
+        probabilities = [p for _, _, p in e["top5"]]
+        assert len(probabilities) == 5 and probabilities == sorted(probabilities, reverse=True) and sum(probabilities) <= 1.001
+        assert e["top5"][0][0] == e["id"]  # greedy
+        owners = [(low, high, owner) for low, high, owner, _ in e["kv"]]
+        depth = layers if e["from_prefill"] else e["exit_layer"]
+        expected = [(0, depth, "backbone"), (depth, layers, "river")]
+        assert owners == [part for part in expected if part[0] < part[1]]
+    for e in of(events, "token", "river")[1:]:
+        exits = [i + 1 for i, s in enumerate(e["similarity"][: layers - 1]) if s > 0.9]
+        assert e["exit_layer"] == (exits[0] if exits else layers)
+        assert e["tested"] == min(e["exit_layer"], layers - 1)
+
+
+def test_generate_yields_one_lane_and_equals_the_same_lane_of_a_comparison(tiny):
+    alone = Trace.from_events(generate(tiny, "Hello", "river:0.9", max_new_tokens=12))
+    raced = Trace.from_events(run(tiny, methods=("backbone", "river:0.9", "int4")))
+    assert alone.lanes["river"].token_ids == raced.lanes["river"].token_ids
+    assert alone.lanes["river"].text == raced.lanes["river"].text
+
+
+def test_one_after_another_gives_the_same_tokens_as_the_race(tiny):
+    race, alone = (Trace.from_events(run(tiny, timing=timing)) for timing in ("race", "sequential"))
+    assert {k: v.token_ids for k, v in race.lanes.items()} == {k: v.token_ids for k, v in alone.lanes.items()}
+    order = [e["lane"] for e in run(tiny, timing="sequential") if e["type"] == "token"]
+    assert order == sorted(order, key=["backbone", "int4", "river"].index)
+
+
+def test_in_a_race_the_next_step_goes_to_the_lane_with_the_least_engine_time(tiny):
+    clocks = {}
+    for e in run(tiny, max_new_tokens=20):
+        if e["type"] == "prefill":
+            clocks[e["lane"]] = e["t_ns"]
+        elif e["type"] == "token" and not e["from_prefill"]:
+            assert clocks[e["lane"]] == min(clocks.values())
+            clocks[e["lane"]] += e["t_ns"]
+        elif e["type"] == "end":
+            del clocks[e["lane"]]
+
+
+def test_the_prompt_is_read_once_at_full_depth_and_shared(tiny):
+    events = of(run(tiny), "prefill")
+    assert [e["shared"] for e in events] == [False, True, True]
+    assert len({e["t_ns"] for e in events}) == 1
+    assert {e["exit_layer"] for e in events} == {tiny.config.num_hidden_layers}
+
+
+def test_with_sequence_level_prefill_every_lane_reads_the_prompt_its_own_way(tiny):
+    events = {e["lane"]: e for e in of(run(tiny, prefill="sequence"), "prefill")}
+    assert not any(e["shared"] for e in events.values())
+    assert events["backbone"]["exit_layer"] == tiny.config.num_hidden_layers and events["int4"]["exit_layer"] == 0
+
+
+def test_the_same_method_may_run_twice_with_two_thresholds(tiny):
+    header = run(tiny, methods=("river:0.5", "river:0.99"))[0]["header"]
+    assert [lane["id"] for lane in header["lanes"]] == ["river", "river-2"]
+    assert [lane["rule"]["tau"] for lane in header["lanes"]] == [0.5, 0.99]
+
+
+def test_an_end_token_ends_the_answer_and_is_no_part_of_its_text(tiny):
+    first = of(run(tiny), "token", "backbone")
+    ending = dataclasses.replace(tiny, eos_token_ids=frozenset({first[3]["id"]}))
+    index = [e["id"] for e in first].index(first[3]["id"])
+    events = run(ending, methods=("backbone",))
+    end = of(events, "end")[0]
+    assert end["reason"] == "eos" and end["tokens"] == index + 1
+    assert of(events, "token")[-1]["text"] == ""
+    assert end["text"] == "".join(e["text"] for e in events if e["type"] == "token") + end["rest"]
+
+
+def test_one_token_answers_need_no_decode_step(tiny):
+    trace = Trace.from_events(run(tiny, max_new_tokens=1))
+    assert all(len(lane.tokens) == 1 and lane.tokens_per_second is None for lane in trace.lanes.values())
+
+
+def test_sampling_repeats_with_its_seed(tiny):
+    texts = [Trace.from_events(run(tiny, temperature=1.5, top_k=50, seed=s)).lanes["backbone"].token_ids for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": " \n\t"}, "empty"),
+        ({"prompt": None}, "must be text"),
+        ({"prompt": "x" * 100_000}, "tokens long"),
+        ({"tau": "warm"}, "must be a number"),
+        ({"tau": float("nan")}, "must be a number"),
+        ({"methods": ("river:",)}, "must be a number"),
+        ({"methods": ()}, "at least one lane"),
+        ({"methods": ("teleport",)}, "no method 'teleport'"),
+        ({"max_new_tokens": "many"}, "whole number"),
+        ({"max_new_tokens": 2.5}, "whole number"),
+        ({"max_new_tokens": None}, "whole number"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"prefill": "half"}, "prefill must be"),
+        ({"timing": "never"}, "timing must be"),
+    ],
+)
+def test_bad_input_gets_a_sentence(tiny, options, says):
+    with pytest.raises(InputError, match=says):
+        run(tiny, **options)
+
+
+@pytest.mark.parametrize(("asked", "used", "says"), [(0, 1, "at least 1"), (-5, 1, "at least 1"), (10_000, None, "has room for")])
+def test_lengths_out_of_range_are_adjusted_and_said(tiny, asked, used, says):
+    header = next(compare(tiny, "Hi", max_new_tokens=asked))["header"]
+    assert header["max_new_tokens"] == (used or tiny.context_length - len(header["prompt_ids"]))
+    assert any(says in notice and str(header["max_new_tokens"]) in notice for notice in header["notices"])
+
+
+def test_an_answer_may_fill_the_context_to_the_last_position(tiny):
+    prompt = "x" * (tiny.context_length - 45)
+    events = run(tiny, prompt=prompt, methods=("river",), max_new_tokens=500)
+    end = of(events, "end")[0]
+    assert end["reason"] == "length"
+    assert len(events[0]["header"]["prompt_ids"]) + end["tokens"] == tiny.context_length
+
+
+@pytest.mark.parametrize("prompt", ["${x} {{y}} <b>bold</b> <script>", "nul \x00 byte", "half \ud83d of a pair", "😀 你好"])
+def test_hostile_prompts_decode_like_any_other(tiny, prompt):
+    events = run(tiny, prompt=prompt, chat=False)
+    header = events[0]["header"]
+    assert header["prompt"] == prompt.replace("\ud83d", "\ufffd")
+    assert "".join(header["prompt_pieces"]) == header["prompt"]
+    assert bool(header["notices"]) == ("\ud83d" in prompt)
+    assert events[-1]["reason"] == "finished"
+
+
+def test_stop_ends_every_lane_before_the_next_token(tiny):
+    seen = []
+
+    def stop():
+        return len(of(seen, "token")) >= 5
+
+    for event in compare(tiny, "Hello", max_new_tokens=100, stop=stop):
+        seen.append(event)
+    assert len(of(seen, "token")) == 5
+    assert [e["reason"] for e in of(seen, "end")] == ["stop"] * 3
+    assert seen[-1] == {"type": "done", "reason": "stop"}
+    Trace.from_events(seen)
+
+
+def test_stop_before_the_first_token_still_ends_every_lane(tiny):
+    events = run(tiny, stop=lambda: True)
+    assert [e["type"] for e in events] == ["run", "end", "end", "end", "done"]
+
+
+def test_a_lane_that_fails_keeps_what_it_has_and_the_others_go_on(tiny, monkeypatch):
+    strategy = river_core.strategies.river.RiverStrategy
+    real = strategy.step
+
+    def step(self, token_id, position, index, cache):
+        if index == 4 and self.rule.name == "similarity":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return real(self, token_id, position, index, cache)
+
+    monkeypatch.setattr(strategy, "step", step)
+    events = run(tiny)
+    error = of(events, "error")
+    assert len(error) == 1 and error[0]["lane"] == "river" and "out of memory" in error[0]["message"]
+    ends = {e["lane"]: e for e in of(events, "end")}
+    assert ends["river"]["reason"] == "error" and ends["river"]["tokens"] == 4
+    assert ends["backbone"]["tokens"] == ends["int4"]["tokens"] == 12
+
+
+def test_scores_that_overflow_end_the_lane_with_advice(tiny):
+    broken = dataclasses.replace(tiny)
+    broken.decoder = object.__new__(type(tiny.decoder))
+    broken.decoder.__dict__ = {**tiny.decoder.__dict__, "final_norm": tiny.decoder.final_norm * float("inf")}
+    events = run(broken, methods=("backbone",))
+    assert "--dtype bfloat16" in of(events, "error")[0]["message"]
+
+
+def test_a_caller_is_not_left_in_inference_mode(tiny):
+    for _ in compare(tiny, "Hello", max_new_tokens=3):
+        assert not torch.is_inference_mode_enabled()
+
+
+def test_the_header_says_what_a_speed_depends_on(tiny):
+    header = run(tiny)[0]["header"]
+    for key in (
+        "device",
+        "device_name",
+        "threads",
+        "dtype",
+        "prefill_dtype",
+        "kv_dtype",
+        "kernels",
+        "quantiser",
+        "timing",
+        "versions",
+        "created",
+    ):
+        assert header[key] not in (None, "")
+    assert isinstance(tiny.plan, KernelPlan)

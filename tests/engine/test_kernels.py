@@ -1,0 +1,100 @@
+"""Every kernel multiplies with the weights it says it holds; what it cannot take it refuses in a sentence."""
+
+import pytest
+import torch
+
+from river_core.hqq import quantise
+from river_core.kernels import Dense, Int4, Int8, choose_kernels, int4_misfit
+
+
+def signal_to_noise(got, expected):
+    """Decibels."""
+    noise = (got.double() - expected.double()).pow(2).mean()
+    return float(10 * torch.log10(expected.double().pow(2).mean() / noise))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 33])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int4_equals_the_product_with_its_dequantised_weights(rows, group_size, bias):
+    torch.manual_seed(0)
+    w = torch.randn(96, 256) * 0.05
+    b = torch.randn(96) if bias else None
+    layer = Int4(quantise(w, 4, group_size), b)
+    x = torch.randn(rows, 256).to(torch.bfloat16)
+    expected = x.float() @ layer.dense_weight().t() + (b if bias else 0)
+    assert signal_to_noise(layer(x), expected) > 40
+    # The kernel holds scales and shifts in bfloat16; that must stay far below what four bits lose.
+    assert signal_to_noise(layer.dense_weight(), quantise(w, 4, group_size).dequantise()) > 40
+
+
+@pytest.mark.parametrize("rows", [1, 4, 33])
+def test_int8_equals_the_product_with_its_dequantised_weights(rows):
+    torch.manual_seed(0)
+    w = torch.randn(96, 256) * 0.05 + 0.01
+    codes = quantise(w, 8, 256)
+    layer = Int8(codes, torch.randn(96))
+    x = torch.randn(rows, 256).to(torch.bfloat16)
+    assert signal_to_noise(layer(x), x.float() @ codes.dequantise().t() + layer.bias) > 40
+    assert signal_to_noise(layer.dense_weight(), codes.dequantise()) > 50
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("many", [torch.float16, torch.bfloat16, torch.float32])
+def test_dense_follows_the_dtype_for_few_and_many_rows(rows, many):
+    torch.manual_seed(0)
+    w, b = torch.randn(64, 128), torch.randn(64)
+    layer = Dense(w, b, torch.float16, many)
+    x = torch.randn(rows, 128)
+    assert signal_to_noise(layer(x), x @ w.t() + b) > 40
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "bits", "group_size", "says"),
+    [
+        (97, 128, 4, 64, "multiple of 16 outputs"),
+        (96, 100, 4, 64, "whole groups"),
+        (96, 128, 8, 64, "4-bit codes"),
+        (96, 128, 4, 16, "groups of 32"),
+    ],
+)
+def test_shapes_that_the_int4_kernel_cannot_take_are_refused_in_a_sentence(rows, columns, bits, group_size, says):
+    assert says in int4_misfit(rows, columns, bits, group_size, "cpu")
+    if columns % group_size == 0:
+        with pytest.raises(ValueError, match=says):
+            Int4(quantise(torch.randn(rows, columns), bits, group_size))
+
+
+def test_where_no_kernel_fits_a_plain_dequantised_product_is_used():
+    plan = choose_kernels("cpu", 64, 100, torch.bfloat16, group_size=32)  # 100 outputs are no multiple of 16
+    w = torch.randn(100, 64)
+    layer = plan.quantised(w)
+    assert isinstance(layer, Dense)
+    torch.testing.assert_close(layer.dense_weight(), quantise(w, 4, 32).dequantise(torch.bfloat16).float())
+    assert any("dequantised" in reason for reason in plan.reasons)
+
+
+def test_auto_picks_the_dtypes_that_it_measured_fastest():
+    plan = choose_kernels("cpu", 128, 256)
+    names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    for rows, chosen in (("1 row", plan.dtype), ("64 rows", plan.many_dtype)):
+        fastest = min(names, key=lambda name: plan.measured_us[f"{name} {rows}"])
+        assert names[fastest] == chosen
+    assert len(plan.reasons) >= 3
+
+
+def test_eight_bits_use_the_int8_kernel_with_one_group_a_row():
+    plan = choose_kernels("cpu", 128, 256, torch.bfloat16, bits=8, river="int8")
+    assert isinstance(plan.quantised(torch.randn(32, 128)), Int8)
+    grouped = choose_kernels("cpu", 128, 256, torch.bfloat16, bits=8, river="dequantised")
+    assert isinstance(grouped.quantised(torch.randn(32, 128)), Dense)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [1, 8, 200])
+def test_int4_on_cuda_equals_the_product_with_its_dequantised_weights(rows):
+    torch.manual_seed(0)
+    layer = Int4(quantise((torch.randn(96, 256) * 0.05).cuda(), 4, 64))
+    x = torch.randn(rows, 256, device="cuda").to(torch.bfloat16)
+    assert signal_to_noise(layer(x).cpu(), (x.float() @ layer.dense_weight().t()).cpu()) > 40
