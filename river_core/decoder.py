@@ -245,12 +245,7 @@ class Decoder:
         """
         c = self.config
         x = rms_norm(hidden_states, block.input_norm, c.rms_norm_eps, block.qkv.dtype)
-        heads = block.qkv(x).to(torch.float32).view(rows.count, -1, c.head_dim)  # [T, query + key + value heads, head_dim]
-        if block.qk_norm is not None:
-            normed = c.num_attention_heads + c.num_key_value_heads
-            scaled = F.rms_norm(heads[:, :normed], (c.head_dim,), eps=c.rms_norm_eps) * block.qk_norm
-            heads = torch.cat([scaled, heads[:, normed:]], 1)
-        heads = self.rope.rotate(heads, rows.rotation)
+        heads = self._heads(block.qkv(x), block.qk_norm, rows.rotation)  # [T, query + key + value heads, head_dim]
         queries, new = heads.split([c.num_attention_heads, 2 * c.num_key_value_heads], 1)
         new = new.unflatten(1, (2, c.num_key_value_heads)).permute(1, 2, 0, 3)  # [2, key/value heads, T, head_dim]
         cache.write(layer, rows.slots, new, owner)
@@ -259,6 +254,28 @@ class Decoder:
         x = rms_norm(hidden_states, block.post_norm, c.rms_norm_eps, block.gate_up.dtype)
         gate, up = block.gate_up(x).chunk(2, -1)
         return hidden_states + block.down(self.act(gate) * up)
+
+    def write_keys_values(self, block: Block, layer: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> None:
+        """Only what a layer leaves in the cache: norm, key and value projections, rotation. No attention, no MLP, no output.
+
+        Arguments as for `run_block`; the queries' part of the fused product is not computed.
+        """
+        c = self.config
+        x = rms_norm(hidden_states, block.input_norm, c.rms_norm_eps, block.qkv.dtype)
+        queries = c.num_attention_heads
+        qk_norm = None if block.qk_norm is None else block.qk_norm[queries:]
+        rotation = Rotation(rows.rotation.cos[:, queries:], rows.rotation.sin[:, queries:])
+        new = self._heads(block.qkv.tail(queries * c.head_dim)(x), qk_norm, rotation)
+        cache.write(layer, rows.slots, new.unflatten(1, (2, c.num_key_value_heads)).permute(1, 2, 0, 3), owner)
+
+    def _heads(self, projected, qk_norm, rotation):
+        """A fused projection [T, heads * head_dim] -> its heads [T, heads, head_dim] float32, normalised and turned to their positions."""
+        heads = projected.to(torch.float32).view(len(projected), -1, self.config.head_dim)
+        if qk_norm is not None:
+            normed = len(qk_norm)
+            scaled = F.rms_norm(heads[:, :normed], (self.config.head_dim,), eps=self.config.rms_norm_eps) * qk_norm
+            heads = torch.cat([scaled, heads[:, normed:]], 1)
+        return self.rope.rotate(heads, rotation)
 
     def _attend(self, queries, layer, rows):
         """Attention of T rows over the valid slice of one layer's cache -> [T, num_attention_heads * head_dim]."""

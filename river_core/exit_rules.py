@@ -16,13 +16,14 @@ class ExitRule:
     """
 
     name = ""
+    logits: tuple[int, torch.Tensor] | None = None  # (layer, [V]) if the last answer took the LM head; a strategy may use them
 
     def forced_depth(self, index: int) -> int | None:
         """The depth of the step that produces generated token `index`, if it does not depend on hidden states; else None."""
         return None
 
-    def should_exit(self, layer: int, h_in: torch.Tensor, h_out: torch.Tensor) -> tuple[bool, float]:
-        """Whether to leave after block `layer` (counted from 1), and the score behind it.
+    def should_exit(self, layer: int, h_in: torch.Tensor, h_out: torch.Tensor) -> tuple[bool, float | None]:
+        """Whether to leave after block `layer` (counted from 1), and the score behind it; None = not an allowed exit, nothing was tested.
 
         Args:
             layer: 1 .. L - 1.
@@ -95,12 +96,72 @@ class Similarity(ExitRule):
 
     def should_exit(self, layer, h_in, h_out):
         if layer < self.floor:
-            return False, math.nan
+            return False, None
         score = cosine(h_in, h_out)
         return score > self.tau, score
 
     def describe(self):
         return {"name": self.name, "tau": self.tau, "floor": self.floor}
+
+
+class HeadRule(ExitRule):
+    """Confidence of the LM head on the block's output. A test costs a pass of the head, several layers' worth on a small model, so only a few
+    depths are allowed.
+
+    Args:
+        decoder: for its head.
+        threshold: the score must exceed it.
+        layers: allowed exit depths.
+    """
+
+    def __init__(self, decoder, threshold: float, layers: list[int]):
+        self.decoder = decoder
+        self.threshold = check_tau(threshold)
+        self.layers = sorted(layers)
+        self.allowed = set(layers)
+
+    def should_exit(self, layer, h_in, h_out):
+        if layer not in self.allowed:
+            return False, None
+        logits = self.decoder.head(h_out[-1:])[0]
+        self.logits = (layer, logits)
+        score = self.score(logits.softmax(-1))
+        return score > self.threshold, score
+
+    def score(self, p: torch.Tensor) -> float:
+        """From probabilities [V] to a confidence."""
+        raise NotImplementedError
+
+    def describe(self):
+        return {"name": self.name, "threshold": self.threshold, "layers": self.layers}
+
+
+class MaxProbability(HeadRule):
+    """The probability of the best token (EE-LLM)."""
+
+    name = "maxprob"
+
+    def score(self, p):
+        return float(p.max())
+
+
+class Margin(HeadRule):
+    """The best token's probability less the second's (CALM's softmax response, FREE)."""
+
+    name = "margin"
+
+    def score(self, p):
+        first, second = p.topk(2).values.tolist()
+        return first - second
+
+
+class Entropy(HeadRule):
+    """1 - H(p) / ln V: 1 = certain, 0 = uniform."""
+
+    name = "entropy"
+
+    def score(self, p):
+        return 1.0 - float(torch.special.entr(p).sum()) / math.log(len(p))
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

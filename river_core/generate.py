@@ -6,17 +6,23 @@ import platform
 
 import torch
 
-from river_core.errors import InputError, RiverError
+from river_core.errors import InputError
 from river_core.lane import Lane, SharedPrefill
 from river_core.methods import Method, parse_methods
+from river_core.same_text import Follow, order, same_text
+from river_core.same_text import check as check_same_text
 from river_core.sampling import Sampling
 from river_core.text import check_prompt, clean, encode, pieces
 from river_core.trace import TRACE_VERSION
 
 TIMING = {
     "race": "Lanes take turns on one device; the next step goes to the lane with the least engine time, and each clock counts its own steps only.",
+    "in step": "Every lane takes the same step, fed the backbone's token, before any takes the next; each clock counts its own steps only.",
     "sequential": "Lanes run one after another, each alone on the device.",
 }
+
+
+MODES = ("free", "same-text", "same-exits")
 
 
 def generate(model, prompt: str, method: str = "river", **options):
@@ -48,6 +54,7 @@ def compare(
     chat: bool = True,
     prefill: str = "full",
     timing: str = "race",
+    mode: str = "free",
     stop=None,
 ):
     """Decode one prompt with several methods side by side.
@@ -62,6 +69,8 @@ def compare(
         chat: wrap the prompt in the model's chat template, where it has one.
         prefill: "full": the prompt runs the whole backbone, once for all lanes. "sequence": each lane reads it in its own way, River with the
             paper's sequence-level exit, full 4-bit through the twins.
+        mode: "free": every lane decodes its own text. "same-text": every lane is fed the backbone's tokens. "same-exits": and leaves where River left. The
+            two latter add fidelity figures, and run the lanes in step.
         timing: "race" (the lane with the least engine time goes next) or "sequential".
         stop: callable () -> bool, asked before every token; True ends the run. Closing the generator does too.
 
@@ -80,15 +89,26 @@ def compare(
     chosen = parse_methods(methods, tau, model)
     if prefill not in ("full", "sequence"):
         raise InputError(f"prefill must be full or sequence, not {str(prefill)[:40]!r}.")
-    if timing not in TIMING:
+    if timing not in ("race", "sequential"):
         raise InputError(f"timing must be race or sequential, not {str(timing)[:40]!r}.")
+    if mode not in MODES:
+        raise InputError(f"mode must be one of {', '.join(MODES)}, not {str(mode)[:40]!r}.")
+    if mode != "free":
+        check_same_text(chosen, mode == "same-exits")
+        timing = "in step"
     prompt_ids = encode(model.tokenizer, prompt, chat)
     max_new_tokens = _fit_length(model, prompt_ids, max_new_tokens, notices)
     if chat and not model.tokenizer.chat_template:
         notices.append("This model has no chat template; the prompt was used as it is.")
-    yield {"type": "run", "header": _header(model, prompt, prompt_ids, chosen, max_new_tokens, sampling, chat, prefill, timing, notices)}
+    header = _header(model, prompt, prompt_ids, chosen, max_new_tokens, sampling, chat, prefill, timing, notices)
+    header["mode"] = mode
     stop = stop or (lambda: False)
-    run = _race(model, chosen, prompt_ids, max_new_tokens, sampling, prefill, timing == "sequential", stop)
+    if mode == "free":
+        run = _race(model, chosen, prompt_ids, max_new_tokens, sampling, prefill, timing == "sequential", stop)
+    else:
+        lanes = _lanes_in_step(model, chosen, prompt_ids, max_new_tokens, sampling, prefill, mode == "same-exits", header)
+        run = same_text(lanes, SharedPrefill(), stop)
+    yield {"type": "run", "header": header}
     # Inference mode is a property of the thread, and the caller's code runs between two events: it is entered for each step alone.
     while True:
         with torch.inference_mode():
@@ -111,37 +131,37 @@ def _race(model, methods, prompt_ids, max_new_tokens, sampling, prefill, sequent
                 yield lane.end("stop")
             yield {"type": "done", "reason": "stop"}
             return
-        lane, events = None, []
-        try:
-            if waiting and not (sequential and running):
-                lane = Lane(model, waiting.pop(0), prompt_ids, max_new_tokens, sampling, prefill)
-                running.append(lane)
-                events = lane.prefill(shared)
-            else:
-                lane = running[0] if sequential else min(running, key=lambda candidate: candidate.clock_ns)
-                events = lane.step()
-            if lane.finished:
-                running.remove(lane)
+        failed: list[Lane] = []
+        if waiting and not (sequential and running):
+            lane = Lane(model, waiting.pop(0), prompt_ids, max_new_tokens, sampling, prefill)
+            running.append(lane)
+            events = lane.guarded(lambda lane=lane: lane.prefill(shared), failed)
+        else:
+            lane = running[0] if sequential else min(running, key=lambda candidate: candidate.clock_ns)
+            events = lane.guarded(lane.step, failed)
+        if lane.finished:
+            running.remove(lane)
+            if not failed:
                 events.append(lane.end(lane.finished))
-        except (RiverError, RuntimeError, MemoryError) as error:
-            if lane is None:
-                raise
-            if lane in running:
-                running.remove(lane)
-            message = _explain(error, lane)
-            events += [{"type": "error", "lane": lane.id, "message": message}, lane.end("error", message)]
         yield from events
     yield {"type": "done", "reason": "finished"}
 
 
-def _explain(error: Exception, lane: Lane) -> str:
-    """One sentence for a lane that failed."""
-    if isinstance(error, RiverError):
-        return str(error)
-    text = str(error)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text or "out of memory" in text:
-        return f"Lane {lane.method.label} ran out of memory. Use fewer tokens, fewer lanes or a smaller model."
-    return f"Lane {lane.method.label} failed: {text.splitlines()[0] if text else type(error).__name__}"
+def _lanes_in_step(model, methods, prompt_ids, max_new_tokens, sampling, prefill, same_exits, header):
+    """Lanes for a comparison on the same text; with `same_exits`, strategies that can leave where River left. Their rules go into the header."""
+    lanes, depths, leader = [], {}, None
+    for method in order(methods):
+        rule = None
+        if same_exits and leader is not None and method.kind.follows:
+            rule = Follow(depths, leader.id)
+            entry = next(lane for lane in header["lanes"] if lane["id"] == method.id)
+            entry["rule"] = rule.describe()
+        lane = Lane(model, method, prompt_ids, max_new_tokens, sampling, prefill, rule)
+        if same_exits and leader is None and method.method == "river":
+            leader = lane
+            lane.record_depths(depths)
+        lanes.append(lane)
+    return lanes
 
 
 def _fit_length(model, prompt_ids, max_new_tokens, notices) -> int:

@@ -33,6 +33,7 @@ class Dense:
         self.bias = None if bias is None else bias.to(torch.float32)
         self.dtype = dtype
         self.many_dtype = many_dtype or dtype
+        self._tails: dict[int, Dense] = {}
 
     @property
     def shape(self):
@@ -45,6 +46,13 @@ class Dense:
     def dense_weight(self, dtype=torch.float32):
         """The weights as a plain matrix [N, K] in `dtype`."""
         return self.weight.to(dtype)
+
+    def tail(self, first: int) -> "Dense":
+        """The same layer without its first `first` outputs; shares the weights."""
+        if first not in self._tails:
+            bias = None if self.bias is None else self.bias[first:]
+            self._tails[first] = Dense(self.weight[first:], bias, self.dtype, self.many_dtype)
+        return self._tails[first]
 
     def __call__(self, x):
         if x.shape[0] <= FEW_ROWS_CPU or self.many_dtype == self.dtype:

@@ -75,6 +75,18 @@ class KVCache:
         self.owner[layer, slots.start : slots.stop] = owner
         self.filled_at[layer, slots.start : slots.stop] = slots.stop - 1
 
+    def forget(self, start: int) -> None:
+        """Drop every position from `start` on, as when drafted tokens were refused."""
+        self.owner[:, start:] = NONE
+        self.filled_at[:, start:] = -1
+        self.length = min(self.length, start)
+
+    def at(self, layer: int, position: int) -> torch.Tensor | None:
+        """Keys and values of one slot, [2, num_key_value_heads, head_dim]; None if nobody wrote it."""
+        if self.owner[layer, position] == NONE:
+            return None
+        return self.keys_values[layer, :, :, position]
+
     def copy_prefix(self, other: "KVCache") -> None:
         """Take over everything that `other` holds so far; both caches then go their own ways."""
         n = other.length

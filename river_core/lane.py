@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from river_core.errors import RiverError
 from river_core.kv_cache import OWNER_NAMES, KVCache
 from river_core.methods import Method
+from river_core.same_text import agreement, kv_fidelity
 from river_core.sampling import Sampler, Sampling
 from river_core.strategies import Step
 from river_core.text import TextStream, token_text
@@ -29,16 +30,17 @@ class Lane:
         prompt_ids: token ids of the prompt.
         max_new_tokens: tokens after which the lane ends, if no end token came.
         sampling: how tokens are drawn.
+        rule: replaces the method's own exit rule.
         prefill: "full" or "sequence", see `Strategy.prefill`.
 
     `clock_ns` is engine time spent so far: prefill and steps, with the device synchronised, nothing else.
     """
 
-    def __init__(self, model, method: Method, prompt_ids, max_new_tokens: int, sampling: Sampling, prefill: str):
+    def __init__(self, model, method: Method, prompt_ids, max_new_tokens: int, sampling: Sampling, prefill: str, rule=None):
         self.model = model
         self.method = method
         self.id = method.id
-        self.strategy = method.build(model)
+        self.strategy = method.build(model, rule)
         self.prompt_ids = prompt_ids
         self.max_new_tokens = max_new_tokens
         self.prefill_mode = prefill
@@ -49,9 +51,14 @@ class Lane:
         self.clock_ns = 0
         self.decode_ns = 0
         self.finished: str | None = None
+        self.last_logits: torch.Tensor | None = None
+        self.depths: dict[int, int] = {}
 
-    def prefill(self, shared: "SharedPrefill") -> list[dict]:
-        """Feed the prompt, or take over the pass that another lane made; returns the prefill event and the first token's."""
+    def prefill(self, shared: "SharedPrefill", leader: "Lane | None" = None) -> list[dict]:
+        """Feed the prompt, or take over the pass that another lane made; returns the prefill event and the first token's.
+
+        With a leader the first token is the leader's, and the event says how this lane's scores compare.
+        """
         self.cache = self.strategy.new_cache(len(self.prompt_ids) + self.max_new_tokens)
         sharing = self.prefill_mode == "full" and not self.strategy.reads_prompt_itself
         reused = sharing and shared.cache is not None
@@ -63,6 +70,9 @@ class Lane:
             if sharing:
                 shared.cache, shared.step, shared.elapsed_ns = self.cache.snapshot(), step, elapsed
         step.token = self.sampler(step.logits)
+        if leader is not None:
+            self._compare(step, leader)
+        self.last_logits = step.logits
         self.clock_ns += elapsed
         event = {"type": "prefill", "lane": self.id, "t_ns": elapsed, "exit_layer": step.exit_layer, "shared": reused}
         return [event, self._accept(step, elapsed, from_prefill=True)]
@@ -84,7 +94,51 @@ class Lane:
         # Time of tokens that were cut off behind an end token was spent all the same.
         events[-1]["t_ns"] += elapsed - sum(event["t_ns"] for event in events)
         self.decode_ns += elapsed
+        self.last_logits = steps[-1].logits
         return events
+
+    def record_depths(self, depths: dict[int, int]) -> None:
+        """Write the exit depth of every step into `depths`, by token index, for lanes that follow this one."""
+        self.depths = depths
+
+    def follow(self, leader: "Lane") -> list[dict]:
+        """Take the step that the leader has just taken, fed the same token; the event says how this lane's scores compare."""
+        index = len(self.token_ids)
+        position = len(self.prompt_ids) + index - 1
+        step, elapsed = self._timed(lambda: self.strategy.step(self.token_ids[-1], position, index, self.cache))
+        self.clock_ns += elapsed
+        self.decode_ns += elapsed
+        self._compare(step, leader)
+        return [self._accept(step, elapsed, from_prefill=False)]
+
+    def _compare(self, step: Step, leader: "Lane") -> None:
+        step.facts = {**step.facts, "fidelity": agreement(step.logits, leader.last_logits)}
+        step.token = leader.token_ids[len(self.token_ids)]
+
+    def fidelity(self, leader: "Lane") -> dict:
+        """How far this lane's keys and values are from the leader's, after completing what is pending."""
+        self.strategy.flush(self.cache)
+        start = len(self.prompt_ids)
+        stop = min(self.cache.length, leader.cache.length)
+        return {"type": "fidelity", "lane": self.id, **kv_fidelity(self.cache, leader.cache, start, stop)}
+
+    def guarded(self, work, failed: list) -> list[dict]:
+        """Run a piece of this lane's work; if it fails, note that and return the events that say so. The other lanes go on."""
+        try:
+            return work()
+        except (RiverError, RuntimeError, MemoryError) as error:
+            failed.append(self)
+            message = self._explain(error)
+            return [{"type": "error", "lane": self.id, "message": message}, self.end("error", message)]
+
+    def _explain(self, error: Exception) -> str:
+        """One sentence for a lane that failed."""
+        if isinstance(error, RiverError):
+            return str(error)
+        text = str(error)
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text or "out of memory" in text:
+            return f"Lane {self.method.label} ran out of memory. Use fewer tokens, fewer lanes or a smaller model."
+        return f"Lane {self.method.label} failed: {text.splitlines()[0] if text else type(error).__name__}"
 
     def end(self, reason: str, message: str | None = None) -> dict:
         """Close the lane; the event carries the whole text."""
@@ -115,6 +169,7 @@ class Lane:
         position = len(self.prompt_ids) + len(self.token_ids) - 1
         index = len(self.token_ids)
         self.token_ids.append(token)
+        self.depths[index] = step.exit_layer
         top = torch.softmax(step.logits, -1).topk(min(TOP, step.logits.shape[-1]))
         candidates = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         if token in self.model.eos_token_ids:
@@ -138,8 +193,10 @@ class Lane:
         """cos(input, output) of every block that ran, for the row that was decoded; None above. Made after the clock stopped."""
         states = torch.cat([state[-1:] for state in step.hidden_states])  # [blocks + 1, d]
         values = F.cosine_similarity(states[:-1], states[1:], dim=-1).tolist()
-        values += [None] * (self.model.config.num_hidden_layers - len(values))
-        return [rounded(value) for value in values]
+        found: list[float | None] = [None] * self.model.config.num_hidden_layers
+        for layer, value in zip(step.layers or range(len(values)), values, strict=True):
+            found[layer] = rounded(value)
+        return found
 
 
 class SharedPrefill:

@@ -3,27 +3,45 @@
 Weights come from safetensors or GGUF only, and no code from a checkpoint is ever run.
 """
 
+import errno
+import io
 import json
 import os
 import re
 import shutil
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub import constants as hub_constants
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GgufConfig
 from transformers.utils import logging
 
 from river_core.default_model import GGUF_SHA256, NAME, default_gguf, need_disk, sha256_of
 from river_core.errors import LoadError
 
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Not by the environment variable: huggingface_hub reads that when it is first imported, which may be long before this line.
+hub_constants.HF_HUB_DISABLE_TELEMETRY = True
 CONVERSION_VERSION = 1  # raise it when the layout of converted folders changes
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+HUB_COPIES = ["consolidated*", "*/*"]  # the same weights once more, in other layouts
+STALE_SECONDS = 2 * 3600  # a temporary folder that nobody wrote to for so long belongs to a process that was killed
 # Names under which chat templates close a turn; a token counts only if the model's own template writes it.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<end_of_turn>")
 
@@ -77,28 +95,52 @@ def load_checkpoint(name: str | None = None, *, progress=None, check=None) -> Ch
         LoadError: one or two sentences: what is wrong, and what to do.
     """
     report = progress or (lambda stage, fraction, message: None)
-    if name is None:
-        cache = _make_cache()
+    try:
+        return _load_default(report, check) if name is None else _load_named(str(name).strip(), report, check)
+    except OSError as error:  # a full or failing disk, or a file that this user may not read or write
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise LoadError(f"The disk is full ({cache_dir()}). Free some space, or set RIVER_CACHE to another folder.") from error
+        place = f" ({error.filename})" if error.filename else ""
+        raise LoadError(
+            f"{name or NAME} cannot be read or unpacked: {error.strerror or _first_line(error)}{place}. "
+            "Check that the file can be read, or set RIVER_CACHE to a folder that can be written."
+        ) from error
+
+
+def _load_default(report, check) -> Checkpoint:
+    cache = _make_cache()
+    path = default_gguf(cache, report)
+    if _known_sha256(path, cache, report) != GGUF_SHA256:
+        path.unlink()  # right in size and wrong in content: a damaged disk or a meddled file
         path = default_gguf(cache, report)
-        if _known_sha256(path, cache, report) != GGUF_SHA256:
-            path.unlink()  # right in size and wrong in content: a damaged disk or a meddled file
-            path = default_gguf(cache, report)
-        return _from_gguf(path, "default", NAME, report, check)
-    name = str(name).strip()
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    return _from_gguf(path, "default", NAME, report, check)
+
+
+def _load_named(name: str, report, check) -> Checkpoint:
+    nowhere = f"There is no model at {name[:200]!r}: give a folder, a .gguf file, or a hub id such as owner/name."
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long for a path, or the home folder of nobody
+        raise LoadError(nowhere) from error
+    if is_folder:
         return _from_folder(path, "folder", path.resolve().name, report, check)
-    if path.is_file():
+    if is_file:
         return _from_gguf(path, "gguf", path.stem, report, check)
     if name.lower().endswith(".gguf") or name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
-        raise LoadError(f"There is no model at {name!r}: give a folder, a .gguf file, or a hub id such as owner/name.")
-    folder, revision = _from_hub(name, report)
+        raise LoadError(nowhere)
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise LoadError(nowhere) from error
+    folder, revision = _from_hub(name, report, check)
     checkpoint = _from_folder(folder, "hub", name, report, check)
     checkpoint.revision = revision
     return checkpoint
 
 
 def _make_cache() -> Path:
+    """The cache folder, rid of what killed processes left in it."""
     cache = cache_dir()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -106,30 +148,32 @@ def _make_cache() -> Path:
         raise LoadError(
             f"The cache folder {cache} cannot be made ({error.strerror}); set RIVER_CACHE to a folder that can be written."
         ) from error
+    for path in (*cache.glob(".download-*"), *cache.glob("converted/.convert-*")):
+        newest = max((_modified(inner) for inner in (path, *path.rglob("*"))), default=0)
+        if time.time() - newest > STALE_SECONDS:  # a younger one may be another process at work
+            shutil.rmtree(path, ignore_errors=True)
     return cache
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # its owner is alive and has just moved it
+        return time.time()
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
 def _from_folder(folder: Path, source: str, name: str, report, check) -> Checkpoint:
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise LoadError(f"{folder} is not a model: it has no config.json.")
-    if not list(folder.glob("*.safetensors")):
-        other = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
-        why = "its weights are in a pickle format, which can run code" if other else "it holds no weights"
-        raise LoadError(f"{name}: {why}; model weights must be .safetensors (or a .gguf file).")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise LoadError(f"{name}: its config.json cannot be used ({_first_line(error)}).") from error
+    config = _checked_config(folder, name, check)
     text_config = _text_config(config)
-    if check:
-        check(text_config)
-    if getattr(config, "quantization_config", None) or getattr(text_config, "quantization_config", None):
-        raise LoadError(f"{name} is quantised already; load the original 16-bit checkpoint, the river is quantised here.")
-    _need_memory(name, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    files = [file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")]
+    if not files:
+        other = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
+        why = "its weights are in a pickle format, which can run code" if other else "it holds no weights in .safetensors files"
+        raise LoadError(f"{name}: {why}; model weights must be .safetensors (or a .gguf file).")
+    _need_memory(name, sum(file.stat().st_size for file in files))
     report("weights", None, f"reading {name}")
     whole = AutoModelForImageTextToText if text_config is not config else AutoModelForCausalLM
     try:
@@ -147,6 +191,8 @@ def _from_folder(folder: Path, source: str, name: str, report, check) -> Checkpo
         raise LoadError(f"{name} has no usable tokenizer ({_first_line(error)}).") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise LoadError(f"{name} has no tokenizer.json; a fast tokenizer is needed.")
+    # The text config of a larger model need not say what the larger one does: whether the head is tied is seen on the model.
+    text_config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return Checkpoint(
         name=name.split("/")[-1],
         source=source,
@@ -156,6 +202,22 @@ def _from_folder(folder: Path, source: str, name: str, report, check) -> Checkpo
         eos_token_ids=_end_tokens(tokenizer, text_config, model.generation_config),
         path=folder,
     )
+
+
+def _checked_config(folder: Path, name: str, check):
+    """The config of a checkpoint folder, after everything that can be refused without its weights."""
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"{name} is not a model: there is no config.json in {folder}.")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise LoadError(f"{name}: its config.json cannot be used ({_first_line(error)}).") from error
+    text_config = _text_config(config)
+    if check:
+        check(text_config)
+    if getattr(config, "quantization_config", None) or getattr(text_config, "quantization_config", None):
+        raise LoadError(f"{name} is quantised already; load the original 16-bit checkpoint, the river is quantised here.")
+    return config
 
 
 def _text_config(config):
@@ -190,10 +252,11 @@ def _end_tokens(tokenizer, config, generation_config) -> frozenset[int]:
         except Exception as error:  # a template is a program in the checkpoint; whatever it raises, EOS still ends the answer
             logging.get_logger(__name__).info("the chat template cannot render an answer: %s", error)
             after = ""
-        vocabulary = tokenizer.get_added_vocab()
-        found = [(after.index(text), text) for text in (*TURN_ENDS, *vocabulary) if text in after]
+        vocabulary = tokenizer.get_vocab()
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        found = [text for text in special.union(TURN_ENDS) if text in after and text in vocabulary]
         if found:
-            ids.add(tokenizer.convert_tokens_to_ids(min(found)[1]))
+            ids.add(vocabulary[min(found, key=lambda text: (after.index(text), -len(text)))])
     return frozenset(token for token in ids if isinstance(token, int) and token >= 0)
 
 
@@ -216,7 +279,7 @@ def _from_gguf(path: Path, source: str, name: str, report, check) -> Checkpoint:
     else:
         checkpoint = None
     if checkpoint is None:
-        _convert(path, folder, name, report, check)
+        _convert(path, folder, sha256, name, report, check)
         checkpoint = _from_folder(folder, source, name, report, check)
     checkpoint.sha256 = sha256
     return checkpoint
@@ -231,7 +294,7 @@ def _damaged(folder: Path) -> bool:
     return any(not (folder / file).is_file() or (folder / file).stat().st_size != size for file, size in sizes.items())
 
 
-def _convert(path: Path, folder: Path, name: str, report, check) -> None:
+def _convert(path: Path, folder: Path, sha256: str, name: str, report, check) -> None:
     architecture, elements = _gguf_header(path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     need_disk(folder.parent, int(elements * 4 * 1.05))
@@ -260,10 +323,16 @@ def _convert(path: Path, folder: Path, name: str, report, check) -> None:
         report("convert", 0.85, f"unpacking {name}: writing")
         if getattr(model.config, "quantization_config", None) is not None:
             del model.config.quantization_config  # the weights are plain float32 now
-        _quietly(model.save_pretrained, part)
+        try:
+            _quietly(model.save_pretrained, part)
+        except SafetensorError as error:  # safetensors' own kind for a full disk
+            raise LoadError(
+                f"The unpacked model cannot be written to {folder.parent} ({_first_line(error)}). "
+                "Free some disk space, or set RIVER_CACHE to another folder."
+            ) from error
         tokenizer.save_pretrained(part)
         sizes = {file.name: file.stat().st_size for file in part.iterdir()}
-        note = {"transformers": transformers.__version__, "conversion": CONVERSION_VERSION}
+        note = {"source": path.name, "sha256": sha256, "transformers": transformers.__version__, "conversion": CONVERSION_VERSION}
         (part / "sizes.json").write_text(json.dumps(sizes))
         (part / "converted.json").write_text(json.dumps(note))
         try:
@@ -314,30 +383,32 @@ def _known_sha256(path: Path, cache: Path, report) -> str:
 # -- hub ---------------------------------------------------------------------------------------------------------------
 
 
-def _from_hub(name: str, report) -> tuple[Path, str]:
-    """Download (or find in the hub's own cache) the safe files of a repository; returns its folder and revision."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-    from tqdm import tqdm
+def _from_hub(name: str, report, check) -> tuple[Path, str]:
+    """Download (or find in the hub's own cache) the safe files of a repository; returns its folder and revision.
+
+    The config comes first and alone, so that a model which cannot be used is refused before gigabytes are fetched.
+    """
 
     class Bar(tqdm):
         """Feeds the page's progress instead of the terminal."""
 
         def __init__(self, *args, **kwargs):
             kwargs["disable"] = False
-            kwargs["file"] = open(os.devnull, "w")  # noqa: SIM115 - closed with the bar
+            kwargs["file"] = io.StringIO()
             kwargs.pop("name", None)
             super().__init__(*args, **kwargs)
 
         def update(self, n=1):
             shown = super().update(n)
-            if self.total and self.unit == "B":
+            if self.unit == "B" and self.total and self.total > 1e6:  # the config alone is not worth a bar
                 report("download", self.n / self.total, f"downloading {name}, {self.n / 1e6:.0f} of {self.total / 1e6:.0f} MB")
             return shown
 
     report("download", 0.0, f"looking for {name}")
     try:
-        folder = snapshot_download(name, allow_patterns=HUB_FILES, tqdm_class=Bar)
+        folder = Path(snapshot_download(name, allow_patterns=["config.json"], tqdm_class=Bar))
+        _checked_config(folder, name, check)
+        snapshot_download(name, revision=folder.name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, tqdm_class=Bar)
     except GatedRepoError as error:
         raise LoadError(f"{name} is gated: accept its licence on the hub and set HF_TOKEN, or choose another model.") from error
     except RepositoryNotFoundError as error:
@@ -348,7 +419,7 @@ def _from_hub(name: str, report) -> tuple[Path, str]:
         raise LoadError(
             f"{name} is not on this machine, and the model hub cannot be reached. Connect to the network, or name a local folder or .gguf file."
         ) from error
-    return Path(folder), Path(folder).name
+    return folder, folder.name
 
 
 # -- small helpers -----------------------------------------------------------------------------------------------------
@@ -373,7 +444,9 @@ def available_memory() -> int | None:
             limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        limits.append(int(text) - int(used.read_text()))
+        # What is used counts cached files too, which the kernel gives back when memory is asked for.
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        limits.append(int(text) - int(used.read_text()) + int(stat["inactive_file"]) + int(stat["active_file"]))
     return min(limits) if limits else None
 
 

@@ -1,19 +1,111 @@
-"""Methods by name: an exit rule together with a KV strategy, as users pick them."""
+"""Methods by name: an exit rule together with a KV strategy, as users pick them.
+
+A method is written NAME[@RULE][:VALUE][+OPTION=VALUE ...], for example "river", "river:0.95", "masking@fixed:12", "recompute@margin:0.4+cap=8", "verified+k=4".
+VALUE is the rule's threshold, or its depth for the rule "fixed".
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from river_core.errors import InputError
-from river_core.exit_rules import Fixed, Never, Similarity, check_tau
+from river_core.exit_rules import Entropy, ExitRule, Fixed, Margin, MaxProbability, Never, Similarity, check_tau
+from river_core.strategies import Strategy
+from river_core.strategies.masking import MaskingStrategy
+from river_core.strategies.monotone import MonotoneStrategy, SkipDecodeStrategy
+from river_core.strategies.propagation import PropagationStrategy
+from river_core.strategies.recompute import RecomputeStrategy, TokenReplayStrategy
 from river_core.strategies.river import RiverStrategy
+from river_core.strategies.sequence import SequenceStrategy
+from river_core.strategies.verified import VerifiedStrategy
+
+UNTRAINED_HEAD = "Answers from the LM head on a state that this model was never trained for, so expect poor text."
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of `METHODS`: what a name stands for.
+
+    rule: name of the default rule. options: option name -> parser. leaves_through_head: the answer comes from the exit state.
+    follows: in same-exits mode the rule gives way to River's depths. feedable: may be fed another lane's text.
+    """
+
+    label: str
+    note: str
+    strategy: type[Strategy]
+    rule: str = "similarity"
+    options: dict[str, Callable] = field(default_factory=dict)
+    leaves_through_head: bool = False
+    follows: bool = False
+    feedable: bool = True
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{text[:20]!r} is not a whole number.") from None
+
+
+METHODS = {
+    "backbone": Kind("Backbone", "Every token runs every layer in full precision.", RiverStrategy, "never"),
+    "int4": Kind("Full {bits}-bit", "Every generated token runs the quantised twins only; the prompt as in every lane.", RiverStrategy, "depth 0"),
+    "river": Kind("River", "Leaves the backbone once a layer changes the state little, and goes on through the {bits}-bit twins.", RiverStrategy),
+    "masking": Kind("KV masking", "Skipped slots stay empty, and later tokens do not see them.", MaskingStrategy, leaves_through_head=True, follows=True),
+    "recompute": Kind(
+        "Recompute", "Exited tokens wait, and run their missing layers together with a later token.", RecomputeStrategy,
+        options={"cap": _whole}, leaves_through_head=True, follows=True,
+    ),
+    "replay": Kind(
+        "Recompute, token replay", "As EE-LLM publishes it: incomplete tokens are fed again from the embedding.", TokenReplayStrategy,
+        options={"cap": _whole}, leaves_through_head=True, follows=True,
+    ),
+    "propagation": Kind("State propagation", "Skipped layers get keys and values projected from the exit state.", PropagationStrategy, leaves_through_head=True, follows=True),
+    "monotone": Kind("Monotone exit", "No token goes deeper than the one before it.", MonotoneStrategy, leaves_through_head=True, follows=True),
+    "skipdecode": Kind(
+        "SkipDecode schedule", "The number of layers falls with the position; lower-middle layers are skipped.", SkipDecodeStrategy, "never",
+        options={"n_min": _whole, "n_max": _whole, "warm_up": _whole, "horizon": _whole}, leaves_through_head=True,
+    ),
+    "sequence": Kind(
+        "Sequence-level exit", "One depth for prompt and answer.", SequenceStrategy,
+        options={"depth": _whole, "head": str}, leaves_through_head=True,
+    ),
+    "verified": Kind(
+        "River, verified", "The river drafts, the backbone checks in one pass; the text is the backbone's.", VerifiedStrategy, "never",
+        options={"k": _whole}, feedable=False,
+    ),
+}  # fmt: skip
+
+# rule name: (default value, or None = the model's tau; maker from (model, value))
+RULES = {
+    "similarity": (None, lambda model, value: Similarity(value)),
+    "maxprob": (0.8, lambda model, value: MaxProbability(model.decoder, value, head_layers(model))),
+    "margin": (0.5, lambda model, value: Margin(model.decoder, value, head_layers(model))),
+    "entropy": (0.7, lambda model, value: Entropy(model.decoder, value, head_layers(model))),
+    "fixed": (None, lambda model, value: Fixed(_depth(model, value))),
+    "never": (0.0, lambda model, value: Never(model.config.num_hidden_layers)),
+    "depth 0": (0.0, lambda model, value: Fixed(0)),
+}
+
+
+def head_layers(model) -> list[int]:
+    """The depths at which rules that need the LM head may test: a quarter, a half and three quarters."""
+    layers = model.config.num_hidden_layers
+    return sorted({max(1, layers // 4), max(1, layers // 2), max(1, 3 * layers // 4)} - {layers})
+
+
+def _depth(model, value) -> int:
+    layers = model.config.num_hidden_layers
+    if value != int(value) or not 0 <= value <= layers:
+        raise InputError(f"A fixed exit depth is a whole number from 0 to {layers}, not {value:g}.")
+    return int(value)
 
 
 @dataclass(frozen=True)
 class Method:
     """What one lane runs.
 
-    id: unique in a run. method: the name in `METHODS`. label, note: for people. rule: as a trace carries it.
-    build: model -> a fresh strategy, with state of its own.
+    id: unique in a run. method: the name in `METHODS`. label, note: for people. rule: as a trace carries it. options: of the strategy.
+    make_rule: () -> a fresh rule; build: (model, rule or None) -> a fresh strategy, with state of its own.
     """
 
     id: str
@@ -21,70 +113,85 @@ class Method:
     label: str
     note: str
     rule: dict
-    build: Callable
+    options: dict
+    kind: Kind
+    make_rule: Callable[[], ExitRule]
+
+    def build(self, model, rule: ExitRule | None = None) -> Strategy:
+        """A strategy for one lane; `rule` replaces the method's own."""
+        return self.kind.strategy(model, rule or self.make_rule(), **self.options)
 
     def describe(self) -> dict:
         """The lane's entry in a trace header."""
-        return {"id": self.id, "method": self.method, "label": self.label, "rule": self.rule, "note": self.note}
-
-
-def _backbone(layers, tau):
-    return Never(layers)
-
-
-def _int4(layers, tau):
-    return Fixed(0)
-
-
-def _river(layers, tau):
-    return Similarity(tau)
-
-
-# name: (label, note, rule from (number of layers, tau), strategy class)
-METHODS = {
-    "backbone": ("Backbone", "Every token runs every layer in full precision.", _backbone, RiverStrategy),
-    "int4": ("Full {bits}-bit", "Every generated token runs the quantised twins only; the prompt as in every lane.", _int4, RiverStrategy),
-    "river": ("River", "Leaves the backbone once a layer changes the state little, and goes on through the {bits}-bit twins.", _river, RiverStrategy),
-}  # fmt: skip
+        return {
+            "id": self.id,
+            "method": self.method,
+            "label": self.label,
+            "rule": self.rule,
+            "options": self.options,
+            "note": self.note,
+            "untrained_head": self.kind.leaves_through_head,
+        }
 
 
 def parse_methods(names, tau, model) -> list[Method]:
     """Methods from their names.
 
     Args:
-        names: for example ("backbone", "int4", "river"); "river:0.95" gives this lane a tau of its own.
-        tau: threshold of lanes that carry none; None = the model's default.
+        names: for example ("backbone", "int4", "river:0.95"); see the top of this file.
+        tau: similarity threshold of lanes that carry none; None = the model's default.
         model: the `Model`.
 
     Raises:
-        InputError: no name, an unknown one, or a tau that is not a number.
+        InputError: no name, an unknown one, or a value that cannot be used.
     """
     tau = model.default_tau if tau is None else check_tau(tau)
-    layers, bits = model.config.num_hidden_layers, model.plan.bits
     if isinstance(names, str) or not names:
         raise InputError("Switch on at least one lane.")
     methods: list[Method] = []
     for text in names:
-        name, colon, own = str(text).partition(":")
-        if name not in METHODS:
-            raise InputError(f"There is no method {name[:40]!r}; choose from {', '.join(METHODS)}.")
-        label, note, make_rule, strategy = METHODS[name]
-        lane_tau = check_tau(own) if colon else tau
-        rule = make_rule(layers, lane_tau).describe()
-        taken = sum(m.method == name for m in methods)
-        label = label.format(bits=bits) + (f", tau {lane_tau:g}" if colon else "")
-        methods.append(
-            Method(
-                id=name if not taken else f"{name}-{taken + 1}",
-                method=name,
-                label=label,
-                note=note.format(bits=bits),
-                rule=rule,
-                build=_builder(strategy, make_rule, layers, lane_tau),
-            )
-        )
+        taken = [method.method for method in methods]
+        methods.append(_parse(str(text).strip(), tau, model, taken))
     return methods
 
 
-def _builder(strategy, make_rule, layers, tau):
-    return lambda model: strategy(model, make_rule(layers, tau))
+def _parse(text: str, tau: float, model, taken: list[str]) -> Method:
+    head, *pairs = text.split("+")
+    head, colon, value = head.partition(":")
+    name, at, rule_name = head.partition("@")
+    if name not in METHODS:
+        raise InputError(f"There is no method {name[:40]!r}; choose from {', '.join(METHODS)}.")
+    kind = METHODS[name]
+    rule_name = rule_name if at else kind.rule
+    if rule_name not in RULES or (at and rule_name == "depth 0"):
+        raise InputError(f"There is no exit rule {rule_name[:40]!r}; choose from {', '.join(r for r in RULES if ' ' not in r)}.")
+    default, maker = RULES[rule_name]
+    if colon:
+        number = check_tau(value)
+    elif rule_name == "fixed":
+        number = float(model.config.num_hidden_layers // 2)
+    else:
+        number = tau if default is None else default
+    options = {}
+    for pair in pairs:
+        option, equals, given = pair.partition("=")
+        if option not in kind.options or not equals:
+            known = ", ".join(kind.options) or "none"
+            raise InputError(f"The method {name} has no option {pair[:40]!r}; its options are: {known}.")
+        options[option] = kind.options[option](given)
+    bits = model.plan.bits
+    label = kind.label.format(bits=bits)
+    extra = [f"tau {number:g}" if rule_name == "similarity" else f"{rule_name} {number:g}"] if colon or at else []
+    extra += [f"{option} {given}" for option, given in options.items()]
+    method = Method(
+        id=name if name not in taken else f"{name}-{taken.count(name) + 1}",
+        method=name,
+        label=", ".join([label, *extra]),
+        note=" ".join([kind.note.format(bits=bits)] + [UNTRAINED_HEAD] * kind.leaves_through_head),
+        rule=maker(model, number).describe(),
+        options=options,
+        kind=kind,
+        make_rule=lambda: maker(model, number),
+    )
+    method.build(model)  # options out of range are an input error now, not a failed lane later
+    return method

@@ -56,8 +56,15 @@ class Sampler:
         """Draw a token id from logits [V]."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
-        # The draw is made on the CPU, so that a seed means the same on every device.
-        return int(torch.multinomial(probabilities(logits, self.sampling).cpu(), 1, generator=self.generator))
+        return self.draw(probabilities(logits, self.sampling))
+
+    def draw(self, weights: torch.Tensor) -> int:
+        """Draw an index from weights [V] that need not add up to 1. On the CPU, so that a seed means the same on every device."""
+        return int(torch.multinomial(weights.cpu(), 1, generator=self.generator))
+
+    def uniform(self) -> float:
+        """A number from [0, 1)."""
+        return float(torch.rand((), generator=self.generator))
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -23,11 +23,12 @@ class TraceError(RiverError):
 
 @dataclass
 class LaneTrace:
-    """One lane of a run: prefill event, token events by index, end event, all as the engine sent them."""
+    """One lane of a run: prefill event, token events by index, fidelity event (same-text modes), end event, all as the engine sent them."""
 
     id: str
     prefill: dict | None = None
     tokens: list[dict] = field(default_factory=list)
+    fidelity: dict | None = None
     end: dict | None = None
 
     @property
@@ -108,9 +109,19 @@ class Trace:
         a, b = self.lanes[lane_id].tokens_per_second, self.lanes[reference].tokens_per_second
         return a / b if a and b else None
 
+    def agreement(self, lane_id: str) -> dict | None:
+        """Of a run on the same text: share of decode steps whose choice is the backbone's, and mean KL divergence; None in other runs."""
+        steps = [t["fidelity"] for t in self.lanes[lane_id].tokens if "fidelity" in t and not t["from_prefill"]]
+        if not steps:
+            return None
+        return {"top1": sum(s["agrees"] for s in steps) / len(steps), "kl": sum(s["kl"] for s in steps) / len(steps)}
+
     def to_dict(self) -> dict:
         """The trace as JSON data."""
-        lanes = [{"id": lane.id, "prefill": lane.prefill, "tokens": lane.tokens, "end": lane.end} for lane in self.lanes.values()]
+        lanes = [
+            {"id": lane.id, "prefill": lane.prefill, "tokens": lane.tokens, "fidelity": lane.fidelity, "end": lane.end}
+            for lane in self.lanes.values()
+        ]
         return {"trace_version": TRACE_VERSION, "header": self.header, "lanes": lanes}
 
     def save(self, path) -> None:
@@ -192,7 +203,7 @@ class Trace:
                         and 0 <= run[0] < run[1] <= layers,
                         f"The trace is damaged: kv of {place} is not a list of layer ranges",
                     )
-            lanes[lane["id"]] = LaneTrace(lane["id"], lane.get("prefill"), lane["tokens"], lane.get("end"))
+            lanes[lane["id"]] = LaneTrace(lane["id"], lane.get("prefill"), lane["tokens"], lane.get("fidelity"), lane.get("end"))
         _need(set(lanes) == set(ids), "The trace is damaged: a lane of the header has no data")
         return cls(header, lanes)
 

@@ -22,6 +22,7 @@ class Step:
     token: the id, filled in by `advance`.
     scores: the exit rule's score by layer (counted from 1), where it was asked.
     hidden_states: the residual stream before the first block and after every block that ran, each [T, d] float32; its last row is the fed token.
+    layers: the blocks (0-based) that the hidden states went through, where they are not the first ones in order.
     filled: slots of earlier positions written in this step: (position, first layer, last layer + 1, owner).
     facts: what only this strategy has to say, JSON-ready.
     """
@@ -33,6 +34,7 @@ class Step:
     token: int = -1
     scores: dict[int, float] = field(default_factory=dict)
     hidden_states: list[torch.Tensor] = field(default_factory=list)
+    layers: list[int] | None = None
     filled: list[tuple[int, int, int, int]] = field(default_factory=list)
     facts: dict = field(default_factory=dict)
 
@@ -79,6 +81,17 @@ class Strategy:
         step.token = sampler(step.logits)
         return [step]
 
+    def exit_logits(self, state: torch.Tensor, layer: int) -> torch.Tensor:
+        """The original head on the output [1, d] of block `layer`; logits [V]. Taken from the exit rule if its test made them."""
+        made, self.rule.logits = self.rule.logits, None
+        if made is not None and made[0] == layer:
+            return made[1]
+        return self.decoder.head(state)[0]
+
+    def flush(self, cache: KVCache) -> list[tuple[int, int, int, int]]:
+        """Complete whatever the strategy left pending; returns the slots that were filled. Nothing for most strategies."""
+        return []
+
     def run_backbone(self, token_ids, start, cache, rule=None, index=0, cap=None):
         """Backbone blocks over some rows until the rule says leave, `cap` blocks ran, or all of them did.
 
@@ -95,7 +108,9 @@ class Strategy:
         for layer in range(limit):
             states.append(decoder.run_block(decoder.blocks[layer], layer, states[-1], rows, cache, BACKBONE))
             if forced is None and layer + 1 < self.last:
-                leave, scores[layer + 1] = rule.should_exit(layer + 1, states[-2], states[-1])
+                leave, score = rule.should_exit(layer + 1, states[-2], states[-1])
+                if score is not None:
+                    scores[layer + 1] = score
                 if leave:
                     break
         return states, scores

@@ -1,14 +1,21 @@
 """Models from every place, and a clear sentence - with nothing half-done left behind - when one cannot be had."""
 
+import hashlib
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
+import gguf as gguf_library
+import huggingface_hub
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 import river_core
@@ -17,7 +24,7 @@ from river_core import default_model as package
 from river_core.decoder import check_supported
 from river_core.default_model import GGUF_SHA256
 from river_core.loading import load_checkpoint
-from tests.tiny import SIZE, configs, random_model, tokenizer
+from tests.tiny import CHAT_TEMPLATE, SIZE, configs, random_model, tokenizer
 
 
 @pytest.fixture
@@ -43,6 +50,110 @@ def gguf(default_model):
     return loading.cache_dir() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory):
+    """A tiny random Llama as a GGUF file (float32), which unpacks in a fraction of a second."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf_library.GGUFWriter(path, "llama")
+    writer.add_vocab_size(SIZE["vocab_size"])
+    writer.add_context_length(SIZE["max_position_embeddings"])
+    writer.add_embedding_length(SIZE["hidden_size"])
+    writer.add_feed_forward_length(SIZE["intermediate_size"])
+    writer.add_block_count(SIZE["num_hidden_layers"])
+    writer.add_head_count(SIZE["num_attention_heads"])
+    writer.add_head_count_kv(SIZE["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    known = tokenizer()
+    spare = ["ab", *(f"<|spare{i}|>" for i in range(SIZE["vocab_size"]))]
+    tokens = [*known.convert_ids_to_tokens(range(len(known))), *spare][: SIZE["vocab_size"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(SIZE["eos_token_id"])
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, tensor in random_model(configs()["llama"]).state_dict().items():
+        inner = name.removesuffix(".weight")
+        if inner.startswith("model.layers."):
+            layer, inner = inner.removeprefix("model.layers.").split(".", 1)
+            writer.add_tensor(f"blk.{layer}.{GGUF_NAMES[inner]}.weight", tensor.numpy())
+        else:
+            writer.add_tensor(f"{GGUF_NAMES[inner]}.weight", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of a model hub as `snapshot_download` asks of one: a single repository, or one refusal for every request."""
+
+    revision = "a" * 40
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        if self.server.refusal:
+            code, reason = self.server.refusal
+            return self.answer(code, b"{}", {"X-Error-Code": reason})
+        root, path = self.server.root, self.path.split("?")[0]
+        names = [file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()]
+        if "/revision/" in path:
+            about = {"id": "owner/name", "sha": self.revision, "siblings": [{"rfilename": name} for name in names]}
+            return self.answer(200, json.dumps(about).encode())
+        if "/tree/" in path:
+            entries = [{"type": "file", "path": name, "size": (root / name).stat().st_size, "oid": "0" * 40} for name in names]
+            return self.answer(200, json.dumps(entries).encode())
+        content = (root / path.split(f"/resolve/{self.revision}/")[1]).read_bytes()
+        etag = f'"{hashlib.sha256(content).hexdigest()}"'
+        return self.answer(200, content, {"ETag": etag, "X-Repo-Commit": self.revision})
+
+    do_HEAD = do_GET
+
+    def answer(self, code, body, headers=()):
+        self.send_response(code)
+        for key, value in dict(headers, **{"Content-Length": str(len(body)), "Content-Type": "application/json"}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(folder, tmp_path, monkeypatch):
+    """A hub on this machine that holds the tiny model as owner/name."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.root, server.refusal, server.asked = folder, None, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
 def test_a_local_folder_loads_and_decodes(folder):
     model = river_core.load(str(folder), dtype="float32", group_size=32)
     assert model.name == "tiny-llama" and not model.calibrated and model.default_tau == 0.7
@@ -57,14 +168,25 @@ def test_the_end_of_a_turn_in_the_chat_template_ends_an_answer(folder):
     assert names == {"<|eos|>", "<|end|>"}
 
 
+def test_a_turn_end_that_the_vocabulary_lacks_does_not_turn_another_token_into_an_end(folder):
+    foreign = tokenizer()
+    foreign.chat_template = CHAT_TEMPLATE.replace("<|end|>", "<|im_end|>")
+    foreign.unk_token = "a"
+    foreign.save_pretrained(folder)
+    assert load_checkpoint(str(folder)).eos_token_ids == {256}
+
+
 def test_group_sizes_that_do_not_divide_the_layers_shrink_with_a_note(folder):
     model = river_core.load(str(folder), group_size=128)
     assert model.plan.group_size == 64
     assert any("groups of 64 are used" in note for note in model.notes)
 
 
-def test_ministral_3_loads_from_its_multimodal_checkpoint(tmp_path):
-    text = {**configs()["ministral3"].to_dict(), "pad_token_id": 256}
+@pytest.mark.parametrize("tied", [(False, False), (True, False), (False, True)])
+def test_ministral_3_loads_from_its_multimodal_checkpoint(tmp_path, tied):
+    """Its outer config says whether the head is tied; the inner one may say something else."""
+    outer, inner = tied
+    text = {**configs()["ministral3"].to_dict(), "pad_token_id": 256, "tie_word_embeddings": inner}
     vision = {
         "model_type": "pixtral",
         "hidden_size": 32,
@@ -73,13 +195,13 @@ def test_ministral_3_loads_from_its_multimodal_checkpoint(tmp_path):
         "num_attention_heads": 2,
         "head_dim": 16,
     }
-    config = Mistral3Config(text_config=text, vision_config=vision, spatial_merge_size=1, image_token_index=5)
+    config = Mistral3Config(text_config=text, vision_config=vision, spatial_merge_size=1, image_token_index=5, tie_word_embeddings=outer)
     torch.manual_seed(0)
     whole = Mistral3ForConditionalGeneration(config).eval()
     whole.save_pretrained(tmp_path / "ministral")
     tokenizer().save_pretrained(tmp_path / "ministral")
     checkpoint = load_checkpoint(str(tmp_path / "ministral"), check=check_supported)
-    assert checkpoint.config.model_type == "ministral3"
+    assert checkpoint.config.model_type == "ministral3" and ("lm_head.weight" in checkpoint.weights) == (not outer)
     model = river_core.load(str(tmp_path / "ministral"), dtype="float32", group_size=32)
     ids = [1, 2, 3, 4, 6]
     with torch.inference_mode():
@@ -94,32 +216,89 @@ def test_the_default_model_is_whole_and_converted_once(default_model, gguf):
     assert not [p for p in loading.cache_dir().rglob("*") if p.name.startswith((".download", ".convert"))]
 
 
-def test_a_conversion_is_made_once_and_made_again_when_damaged(default_model, gguf, tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
-    shutil.copytree(default_model.path, cache / "converted" / default_model.path.name)
-    monkeypatch.setenv("RIVER_CACHE", str(cache))
+def test_a_gguf_file_gives_the_weights_that_were_written_into_it(cache, tiny_gguf):
+    checkpoint = load_checkpoint(str(tiny_gguf), check=check_supported)
+    assert (checkpoint.name, checkpoint.source) == ("tiny", "gguf")
+    assert checkpoint.sha256 == hashlib.sha256(tiny_gguf.read_bytes()).hexdigest()
+    assert checkpoint.eos_token_ids == {256, 258}
+    expected = random_model(configs()["llama"]).state_dict()
+    assert set(checkpoint.weights) == set(expected)
+    assert all(torch.equal(checkpoint.weights[name], tensor) for name, tensor in expected.items())
+
+
+def cut_weights(folder):
+    start = (folder / "model.safetensors").read_bytes()[:1000]
+    (folder / "model.safetensors").unlink()  # not written over in place: loaded tensors are still mapped from it
+    (folder / "model.safetensors").write_bytes(start)
+
+
+@pytest.mark.parametrize("damage", [cut_weights, lambda p: (p / "tokenizer.json").unlink(), lambda p: (p / "sizes.json").unlink()])
+def test_a_conversion_is_made_once_and_made_again_when_damaged(cache, tiny_gguf, monkeypatch, damage):
     conversions = []
     real = loading._convert
     monkeypatch.setattr(loading, "_convert", lambda *args: conversions.append(args) or real(*args))
-    first = load_checkpoint(str(gguf))
-    assert not conversions and first.sha256 == default_model.sha256 and first.path.is_relative_to(cache)
-    weights = first.path / "model.safetensors"
-    start = weights.read_bytes()[:1000]
-    weights.unlink()  # not written over in place: the tensors above are still mapped from it
-    weights.write_bytes(start)
-    healed = load_checkpoint(str(gguf))
+    first = load_checkpoint(str(tiny_gguf))
+    load_checkpoint(str(tiny_gguf))
     assert len(conversions) == 1
+    damage(first.path)
+    (first.path / "config.json").write_text("{")
+    healed = load_checkpoint(str(tiny_gguf))
+    assert len(conversions) == 2
     assert all(torch.equal(first.weights[name], tensor) for name, tensor in healed.weights.items())
 
 
-def test_an_interrupted_conversion_leaves_nothing(cache, gguf, monkeypatch):
-    def interrupt(*args, **kwargs):
+def test_an_interrupted_conversion_leaves_nothing(cache, tiny_gguf, monkeypatch):
+    def interrupt(model, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", interrupt)
+    monkeypatch.setattr(loading.transformers.LlamaForCausalLM, "save_pretrained", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        load_checkpoint(str(gguf))
+        load_checkpoint(str(tiny_gguf))
     assert not list((cache / "converted").iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(cache, tiny_gguf):
+    old = time.time() - loading.STALE_SECONDS - 60
+    for name, age in (("converted/.convert-dead", old), (".download-dead", old), ("converted/.convert-live", None)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "half").write_bytes(b"half")
+        if age:
+            os.utime(cache / name / "half", (age, age))
+            os.utime(cache / name, (age, age))
+    load_checkpoint(str(tiny_gguf))
+    assert [path.name for path in cache.rglob(".*")] == [".convert-live"]
+
+
+def test_two_processes_that_convert_at_once_both_succeed(tmp_path, tiny_gguf):
+    code = "import sys; from river_core.loading import load_checkpoint; print(len(load_checkpoint(sys.argv[1]).weights))"
+    environment = os.environ | {"RIVER_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", code, str(tiny_gguf)]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0].strip() for process in both] == ["57", "57"]
+    assert len(list((tmp_path / "converted").iterdir())) == 1
+
+
+def test_a_disk_that_fills_up_while_unpacking_gets_a_sentence_and_leaves_nothing(cache, tiny_gguf):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(LoadError, match="Free some disk space, or set RIVER_CACHE"):
+            load_checkpoint(str(tiny_gguf))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((cache / "converted").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_gets_a_sentence(cache, tiny_gguf, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(cache))
+
+    monkeypatch.setattr(loading.tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(LoadError, match="Permission denied.*set RIVER_CACHE to a folder that can be written"):
+        load_checkpoint(str(tiny_gguf))
 
 
 def test_an_interrupted_download_leaves_nothing(cache, monkeypatch):
@@ -180,10 +359,10 @@ def test_without_network_and_cache_one_sentence_says_what_to_do(tmp_path):
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
-@pytest.mark.parametrize("cut", [3, 100, 50_000, 60_000_000])
-def test_truncated_gguf_files_get_a_sentence(cache, gguf, tmp_path, cut):
+@pytest.mark.parametrize("cut", [3, 100, 5_000, 500_000])
+def test_truncated_gguf_files_get_a_sentence(cache, tiny_gguf, tmp_path, cut):
     path = tmp_path / "short.gguf"
-    with gguf.open("rb") as source:
+    with tiny_gguf.open("rb") as source:
         path.write_bytes(source.read(cut))
     with pytest.raises(LoadError, match="short.gguf is (damaged|cut off|not a GGUF)"):
         load_checkpoint(str(path))
@@ -197,11 +376,8 @@ def test_foreign_files_get_a_sentence(cache, tmp_path):
 
 
 def test_a_gguf_of_another_architecture_gets_a_sentence(cache, tmp_path):
-    import gguf as library
-    import numpy as np
-
     path = tmp_path / "alien.gguf"
-    writer = library.GGUFWriter(path, "starcoder9")
+    writer = gguf_library.GGUFWriter(path, "starcoder9")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -237,8 +413,6 @@ def edit(folder, **changes):
 
 
 def test_a_folder_that_lacks_tensors_is_refused_rather_than_filled_with_noise(folder):
-    from safetensors.torch import load_file
-
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.2.self_attn.q_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -246,27 +420,82 @@ def test_a_folder_that_lacks_tensors_is_refused_rather_than_filled_with_noise(fo
         load_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("name", ["no/such/place", "nowhere.gguf", "./nothing", "just-a-word", "", "../x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no/such/place",
+        "nowhere.gguf",
+        "./nothing",
+        "just-a-word",
+        "",
+        "../x",
+        "a\0b",
+        "~nobody-of-that-name/x",
+        "x" * 5000,
+        "x/" + "y" * 300,
+    ],
+)
 def test_names_of_nothing_get_a_sentence(name):
     with pytest.raises(LoadError, match="There is no model at"):
         load_checkpoint(name)
 
 
-def test_a_hub_id_without_a_hub_gets_a_sentence(monkeypatch, tmp_path):
+def test_a_hub_id_loads_without_duplicates_or_code(hub, folder):
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights in another layout")
+    (folder / "modeling_own.py").write_text("raise SystemExit('code from a checkpoint must never run')")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.safetensors").write_bytes(b"another copy")
+    stages = []
+    checkpoint = load_checkpoint("owner/name", progress=lambda stage, *rest: stages.append(stage), check=check_supported)
+    assert (checkpoint.name, checkpoint.source, checkpoint.revision) == ("name", "hub", Hub.revision)
+    assert {"download", "weights"} <= set(stages)
+    asked = " ".join(hub.asked)
+    assert "model.safetensors" in asked and not any(word in asked for word in ("consolidated", "modeling_own", "onnx"))
+
+
+def test_an_unsupported_hub_model_is_refused_before_its_weights_are_fetched(hub, folder):
+    edit(folder, model_type="gpt2")
+    with pytest.raises(LoadError, match="'gpt2' is not supported"):
+        load_checkpoint("owner/name", check=check_supported)
+    assert not any(".safetensors" in path for path in hub.asked)
+
+
+def test_a_hub_model_with_pickled_weights_only_gets_a_sentence(hub, folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(LoadError, match="must be .safetensors"):
+        load_checkpoint("owner/name")
+    assert not any("resolve" in path and ".bin" in path for path in hub.asked)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "says"),
+    [((403, "GatedRepo"), "is gated: accept"), ((404, "RepoNotFound"), "The hub has no model"), ((500, "x"), "hub cannot be reached")],
+)
+def test_a_hub_that_refuses_gets_a_sentence(hub, refusal, says):
+    hub.refusal = refusal
+    with pytest.raises(LoadError, match=says):
+        load_checkpoint("owner/name")
+
+
+def test_nothing_is_told_to_the_hub_about_the_user():
+    assert huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY
+
+
+def test_a_hub_id_without_a_hub_gets_a_sentence(tmp_path):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     code = "from river_core.loading import load_checkpoint; load_checkpoint('owner/name')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert "owner/name is not on this machine, and the model hub cannot be reached" in done.stderr
 
 
-def test_too_little_disk_or_memory_gets_a_sentence_with_figures(cache, gguf, folder, monkeypatch):
+def test_too_little_disk_or_memory_gets_a_sentence_with_figures(cache, tiny_gguf, folder, monkeypatch):
     monkeypatch.setattr(loading, "available_memory", lambda: 1000)
     with pytest.raises(LoadError, match="GB of memory"):
         load_checkpoint(str(folder))
     full = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(LoadError, match="GB of free disk space"):
-        load_checkpoint(str(gguf))
+        load_checkpoint(str(tiny_gguf))
     with pytest.raises(LoadError, match="GB of free disk space"):
         package.default_gguf(cache, lambda *args: None)
 

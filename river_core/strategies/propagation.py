@@ -1,0 +1,21 @@
+"""State propagation: the layers that an exiting token skips get keys and values projected from its exit state.
+
+Source: CALM (Schuster et al., 2022). Every slot is present, but its input is the state of layer e instead of the layer before its own, so the
+error grows with the distance. Logits come from the original head on the exit state.
+"""
+
+from river_core.kv_cache import PROPAGATED
+from river_core.strategies import Step, Strategy
+
+
+class PropagationStrategy(Strategy):
+    """Blocks 1..e in the backbone; for the rest only norm and the key and value projections of h^e."""
+
+    def step(self, token_id, position, index, cache):
+        states, scores = self.run_backbone([token_id], position, cache, self.rule, index)
+        depth = len(states) - 1
+        rows = self.decoder.rows(position, 1, cache)
+        for layer in range(depth, self.last):
+            self.decoder.write_keys_values(self.decoder.blocks[layer], layer, states[-1], rows, cache, PROPAGATED)
+        cache.length = position + 1
+        return Step(self.exit_logits(states[-1], depth), depth, depth, 0, scores=scores, hidden_states=states)

@@ -1,0 +1,171 @@
+"""Comparing on the same text, and on the same exits: what is left is the method, then the KV strategy alone."""
+
+import pytest
+
+from river_core import InputError, Trace, compare
+from river_core.methods import METHODS, parse_methods
+
+ALL = ("backbone", "river", "int4", "masking", "recompute", "replay", "propagation", "monotone", "skipdecode", "sequence+depth=3")
+FOLLOWERS = ("masking", "recompute", "replay", "propagation", "monotone")
+
+
+def tau_of(tiny):
+    """A threshold at which River leaves at different depths on this text."""
+    tokens = Trace.from_events(compare(tiny, "Hello", ("backbone",), max_new_tokens=16)).lanes["backbone"].tokens
+    scores = sorted(s for t in tokens for s in t["similarity"][:-1])
+    return scores[int(0.7 * len(scores))]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny):
+    tau = tau_of(tiny)
+    return {
+        mode: Trace.from_events(compare(tiny, "Hello", ALL, tau=tau, max_new_tokens=16, mode=mode))
+        for mode in ("free", "same-text", "same-exits")
+    }
+
+
+@pytest.mark.parametrize("mode", ["same-text", "same-exits"])
+def test_every_lane_is_fed_the_backbones_tokens(runs, mode):
+    trace = runs[mode]
+    reference = runs["free"].lanes["backbone"].token_ids
+    assert all(lane.token_ids == reference for lane in trace.lanes.values())
+    assert all(trace.first_difference(lane) is None for lane in trace.lanes)
+    assert trace.header["mode"] == mode
+
+
+@pytest.mark.parametrize("mode", ["same-text", "same-exits"])
+def test_every_step_says_how_its_scores_compare(runs, mode):
+    trace = runs[mode]
+    for name, lane in trace.lanes.items():
+        if name == "backbone":
+            assert lane.fidelity is None
+            continue
+        for token in lane.tokens:
+            facts = token["fidelity"]
+            assert facts["kl"] >= 0 and facts["agrees"] == (facts["choice"] == token["id"])
+        assert 0 <= trace.agreement(name)["top1"] <= 1
+
+
+def test_on_the_same_exits_every_strategy_leaves_where_river_left(runs):
+    trace = runs["same-exits"]
+    river = [token["exit_layer"] for token in trace.lanes["river"].tokens]
+    assert len(set(river[1:])) > 1
+    for name in ("masking", "propagation"):
+        assert [token["exit_layer"] for token in trace.lanes[name].tokens] == river
+    for name in ("recompute", "replay"):  # but where the cap forces a full step
+        assert all(t["exit_layer"] in (d, trace.header["model"]["n_layers"]) for t, d in zip(trace.lanes[name].tokens, river, strict=True))
+    falling = [token["exit_layer"] for token in trace.lanes["monotone"].tokens[1:]]
+    assert falling == [min(river[1 : i + 1]) for i in range(1, len(river))]
+    rules = {lane["id"]: lane["rule"]["name"] for lane in trace.header["lanes"]}
+    assert all(rules[name] == "follow" for name in FOLLOWERS) and rules["river"] == "similarity"
+
+
+def test_keys_and_values_are_exact_where_they_must_be_and_off_where_they_must(runs):
+    lanes, layers = runs["same-exits"].lanes, runs["same-exits"].header["model"]["n_layers"]
+    for name in ("recompute", "replay"):
+        facts = lanes[name].fidelity
+        assert facts["holes"] == 0 and facts["mean"]["k_cos"] == pytest.approx(1, abs=1e-5) and facts["mean"]["v_err"] < 1e-4
+    depths = [token["exit_layer"] for token in lanes["river"].tokens[1:]]
+    assert lanes["masking"].fidelity["holes"] == sum(layers - depth for depth in depths)
+    for name in ("river", "masking", "propagation"):
+        facts = lanes[name].fidelity
+        assert len(facts["v_cos"]) == len(depths) and all(len(row) == layers for row in facts["v_cos"])
+        assert facts["v_cos"][0][: depths[0]] == pytest.approx([1.0] * depths[0], abs=1e-4)
+    assert lanes["propagation"].fidelity["v_cos"][0][depths[0]] == pytest.approx(1.0, abs=1e-4)
+    mean = {name: lanes[name].fidelity["mean"]["v_cos"] for name in ("recompute", "river", "propagation", "masking")}
+    assert mean["recompute"] > mean["river"] > mean["propagation"] > 0 and mean["river"] > mean["masking"]
+
+
+def test_a_trace_with_fidelity_comes_back_equal(runs, tmp_path):
+    runs["same-text"].save(tmp_path / "t.json.gz")
+    assert Trace.load(tmp_path / "t.json.gz").to_dict() == runs["same-text"].to_dict()
+
+
+@pytest.mark.parametrize(
+    ("methods", "mode", "says"),
+    [
+        (("river", "masking"), "same-text", "needs the backbone lane"),
+        (("backbone", "masking"), "same-exits", "needs the River lane"),
+        (("backbone", "verified"), "same-text", "makes its own tokens"),
+        (("backbone",), "sideways", "mode must be"),
+    ],
+)
+def test_comparisons_that_cannot_be_made_get_a_sentence(tiny, methods, mode, says):
+    with pytest.raises(InputError, match=says):
+        list(compare(tiny, "Hello", methods, mode=mode))
+
+
+def test_stop_ends_a_same_text_run_with_what_it_has(tiny):
+    seen = []
+    for event in compare(tiny, "Hello", ("backbone", "river"), max_new_tokens=50, mode="same-text", stop=lambda: len(seen) > 12):
+        seen.append(event)
+    assert seen[-1] == {"type": "done", "reason": "stop"}
+    assert [e["reason"] for e in seen if e["type"] == "end"] == ["stop", "stop"]
+    assert len([e for e in seen if e["type"] == "fidelity"]) == 1
+
+
+def test_a_lane_that_fails_does_not_take_the_others_with_it(tiny, monkeypatch):
+    from river_core.strategies.masking import MaskingStrategy
+
+    monkeypatch.setattr(MaskingStrategy, "step", lambda self, *args: (_ for _ in ()).throw(RuntimeError("broken on purpose")))
+    events = list(compare(tiny, "Hello", ("backbone", "masking", "river"), max_new_tokens=6, mode="same-text"))
+    ends = {e["lane"]: e for e in events if e["type"] == "end"}
+    assert ends["masking"]["reason"] == "error" and "broken on purpose" in ends["masking"]["message"]
+    assert ends["backbone"]["tokens"] == ends["river"]["tokens"] == 6
+
+
+def test_every_method_runs_freely_and_its_events_are_whole(tiny, tmp_path):
+    trace = Trace.from_events(compare(tiny, "Hello", tuple(METHODS), max_new_tokens=10, timing="sequential"))
+    trace.save(tmp_path / "t.json")
+    assert Trace.load(tmp_path / "t.json").to_dict() == trace.to_dict()
+    assert set(trace.lanes) == set(METHODS)
+    assert all(len(lane.tokens) == 10 for lane in trace.lanes.values())
+    assert trace.lanes["verified"].token_ids == trace.lanes["backbone"].token_ids
+    assert all(lane["untrained_head"] == METHODS[lane["method"]].leaves_through_head for lane in trace.header["lanes"])
+    for lane in trace.lanes.values():  # the time of a cycle is shared out, and none is lost
+        assert sum(t["t_ns"] for t in lane.tokens if not t["from_prefill"]) == lane.end["decode_ns"] == lane.decode_ns
+
+
+def test_an_end_token_inside_a_draft_ends_the_answer_there(tiny):
+    import dataclasses
+
+    ids = Trace.from_events(compare(tiny, "Hello", ("backbone",), max_new_tokens=12)).lanes["backbone"].token_ids
+    ending = dataclasses.replace(tiny, eos_token_ids=frozenset({ids[4]}))
+    lane = Trace.from_events(compare(ending, "Hello", ("verified+k=8",), max_new_tokens=12)).lanes["verified"]
+    assert lane.token_ids == ids[: ids.index(ids[4]) + 1] and lane.end["reason"] == "eos"
+    assert sum(t["t_ns"] for t in lane.tokens if not t["from_prefill"]) == lane.end["decode_ns"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "options"),
+    [
+        ("masking@fixed:2", {"name": "fixed", "depth": 2}, {}),
+        ("recompute:0.9+cap=8", {"name": "similarity", "tau": 0.9, "floor": 1}, {"cap": 8}),
+        ("propagation@margin:0.4", {"name": "margin", "threshold": 0.4, "layers": [1, 3, 4]}, {}),
+        ("sequence+depth=2+head=balcony", {"name": "similarity", "tau": 0.7, "floor": 1}, {"depth": 2, "head": "balcony"}),
+    ],
+)
+def test_methods_are_written_with_rule_value_and_options(tiny, text, rule, options):
+    method = parse_methods([text], None, tiny)[0]
+    assert method.rule == rule and method.options == options
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("masking@luck", "no exit rule 'luck'"),
+        ("masking@depth 0", "no exit rule"),
+        ("masking@fixed:2.5", "whole number from 0 to 6"),
+        ("masking@fixed:9", "whole number from 0 to 6"),
+        ("recompute+cap", "no option 'cap'"),
+        ("recompute+cup=3", "no option 'cup=3'"),
+        ("recompute+cap=few", "not a whole number"),
+        ("sequence+head=brass", "lens or balcony"),
+        ("sequence+depth=0", "1 to 6"),
+        ("skipdecode+n_min=0", "SkipDecode needs"),
+    ],
+)
+def test_methods_that_make_no_sense_get_a_sentence(tiny, text, says):
+    with pytest.raises(InputError, match=says):
+        parse_methods([text], None, tiny)
