@@ -9,6 +9,12 @@ from tqdm import tqdm
 from river_core.errors import RiverError
 
 
+METHOD_HELP = (
+    "NAME[@RULE][:VALUE][+OPTION=VALUE], NAME one of backbone, int4, river, masking, recompute, replay, propagation, monotone, skipdecode, sequence, verified; "
+    "RULE one of similarity, maxprob, margin, entropy, fixed, never; for example river:0.95, masking@fixed:12, recompute+cap=8, verified+k=4"
+)
+
+
 def main(argv=None) -> int:
     """Run one command; returns the exit status: 0, 1 for an error that has a sentence, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
@@ -53,12 +59,15 @@ def _parser():
 
     one = commands.add_parser("generate", parents=[model, decode], help="decode one answer")
     one.add_argument("prompt")
-    one.add_argument("--method", default="river", help="backbone, int4, river, river:0.95 ...")
+    one.add_argument("--method", default="river", help=METHOD_HELP)
     one.set_defaults(run=_generate)
 
     many = commands.add_parser("compare", parents=[model, decode], help="decode one prompt with several methods")
     many.add_argument("prompt")
-    many.add_argument("--methods", default="backbone,int4,river", help="comma-separated, as for generate")
+    many.add_argument("--methods", default="backbone,int4,river", help="comma-separated: " + METHOD_HELP)
+    many.add_argument(
+        "--mode", default="free", help="free, same-text (every lane is fed the backbone's tokens), same-exits (and leaves where River left)"
+    )
     many.add_argument("--timing", default="race", help="race (lanes in turn) or sequential")
     many.set_defaults(run=_compare)
 
@@ -159,7 +168,7 @@ def _compare(args) -> int:
     with Progress() as progress:
         total = None
         events, made = [], 0
-        for event in compare(_load(args), args.prompt, methods, timing=args.timing, **_options(args)):
+        for event in compare(_load(args), args.prompt, methods, timing=args.timing, mode=args.mode, **_options(args)):
             events.append(event)
             if event["type"] == "run":
                 total = event["header"]["max_new_tokens"] * len(event["header"]["lanes"])
@@ -200,6 +209,8 @@ def _facts(trace) -> dict:
                 "speed_up": trace.speed_up(lane["id"]),
                 "mean_depth": run.mean_depth,
                 "first_difference": trace.first_difference(lane["id"]),
+                "agreement": trace.agreement(lane["id"]),
+                "kv": run.fidelity and run.fidelity["mean"] | {"holes": run.fidelity["holes"]},
             }
         )
     keys = (
@@ -221,7 +232,7 @@ def _facts(trace) -> dict:
 
 def _summary(trace, file) -> None:
     header, layers = trace.header, trace.header["model"]["n_layers"]
-    print(f"{'lane':<24}{'tokens':>7}{'tokens/s':>10}{'speed-up':>10}{'mean depth':>16}  first differing token", file=file)
+    print(f"{'lane':<32}{'tokens':>7}{'tokens/s':>10}{'speed-up':>10}{'mean depth':>16}  first differing token", file=file)
     for lane in _facts(trace)["lanes"]:
         speed = "-" if lane["tokens_per_second"] is None else f"{lane['tokens_per_second']:.1f}"
         up = "-" if lane["speed_up"] is None else f"{lane['speed_up']:.2f}x"
@@ -230,9 +241,15 @@ def _summary(trace, file) -> None:
             differs = ""
         else:
             differs = "none" if lane["first_difference"] is None else f"#{lane['first_difference']}"
-        print(f"{lane['label']:<24}{lane['tokens']:>7}{speed:>10}{up:>10}{depth:>16}  {differs}", file=file)
+        print(f"{lane['label']:<32}{lane['tokens']:>7}{speed:>10}{up:>10}{depth:>16}  {differs}", file=file)
         if lane["message"]:
             print(f"  {lane['message']}", file=file)
+        if lane["agreement"] and lane["kv"]:
+            print(
+                f"  on the backbone's text: top-1 agreement {lane['agreement']['top1']:.3f}, KL {lane['agreement']['kl']:.3f} nats, K cosine {lane['kv']['k_cos']:.4f}, "
+                f"V cosine {lane['kv']['v_cos']:.4f}, empty slots {lane['kv']['holes']}",
+                file=file,
+            )
     print(
         f"{header['model']['name']} · {header['device_name']} · {header['threads']} threads · {header['dtype']} · river {header['kernels']['river']} · "
         f"{header['timing']['mode']} · one run, engine time",

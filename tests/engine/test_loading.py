@@ -94,6 +94,9 @@ def tiny_gguf(tmp_path_factory):
         inner = name.removesuffix(".weight")
         if inner.startswith("model.layers."):
             layer, inner = inner.removeprefix("model.layers.").split(".", 1)
+            if GGUF_NAMES[inner] in ("attn_q", "attn_k"):  # llama.cpp keeps the two halves of a rotary pair next to each other
+                heads = SIZE["num_attention_heads" if inner.endswith("q_proj") else "num_key_value_heads"]
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
             writer.add_tensor(f"blk.{layer}.{GGUF_NAMES[inner]}.weight", tensor.numpy())
         else:
             writer.add_tensor(f"{GGUF_NAMES[inner]}.weight", tensor.numpy())
@@ -147,7 +150,10 @@ def hub(folder, tmp_path, monkeypatch):
     server.root, server.refusal, server.asked = folder, None, []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    address = f"http://127.0.0.1:{server.server_port}"
+    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(huggingface_hub.constants.ENDPOINT, address)
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     yield server
     server.shutdown()
@@ -271,13 +277,20 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
     assert [path.name for path in cache.rglob(".*")] == [".convert-live"]
 
 
-def test_two_processes_that_convert_at_once_both_succeed(tmp_path, tiny_gguf):
-    code = "import sys; from river_core.loading import load_checkpoint; print(len(load_checkpoint(sys.argv[1]).weights))"
-    environment = os.environ | {"RIVER_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", code, str(tiny_gguf)]
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate(timeout=120)[0].strip() for process in both] == ["57", "57"]
-    assert len(list((tmp_path / "converted").iterdir())) == 1
+def test_a_conversion_that_finds_another_was_faster_keeps_the_others_folder(cache, tiny_gguf, monkeypatch):
+    """Two processes at once: both unpack into folders of their own, and the second to finish finds the place taken."""
+    real = loading._convert
+    kept = []
+
+    def overtaken(path, folder, *rest):
+        real(path, folder, *rest)
+        kept.append((folder / "model.safetensors").stat().st_ino)
+        real(path, folder, *rest)
+
+    monkeypatch.setattr(loading, "_convert", overtaken)
+    checkpoint = load_checkpoint(str(tiny_gguf))
+    assert (checkpoint.path / "model.safetensors").stat().st_ino == kept[0]
+    assert list((cache / "converted").iterdir()) == [checkpoint.path]
 
 
 def test_a_disk_that_fills_up_while_unpacking_gets_a_sentence_and_leaves_nothing(cache, tiny_gguf):
