@@ -8,7 +8,6 @@ from tqdm import tqdm
 
 from river_core.errors import RiverError
 
-
 METHOD_HELP = (
     "NAME[@RULE][:VALUE][+OPTION=VALUE], NAME one of backbone, int4, river, masking, recompute, replay, propagation, monotone, skipdecode, sequence, verified; "
     "RULE one of similarity, maxprob, margin, entropy, fixed, never; for example river:0.95, masking@fixed:12, recompute+cap=8, verified+k=4"
@@ -78,6 +77,19 @@ def _parser():
     speed.add_argument("--no-peer", action="store_true", help="leave transformers out")
     speed.add_argument("--json", action="store_true")
     speed.set_defaults(run=_bench)
+
+    same = commands.add_parser(
+        "fidelity", parents=[model], help="agreement and KV error of every strategy on the same text and the same exits"
+    )
+    same.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a prompt or question field")
+    same.add_argument("--limit", type=int, help="use the first so many prompts")
+    same.add_argument("--tokens", type=int, default=64, help="per prompt")
+    same.add_argument("--tau", default=None, help="of River")
+    same.add_argument("--mode", default="same-exits", help="same-exits or same-text")
+    same.add_argument("--methods", default="backbone,river,int4,recompute,propagation,masking,monotone", help=METHOD_HELP)
+    same.add_argument("--no-verified", action="store_true", help="leave the check of verified River out")
+    same.add_argument("--json", action="store_true")
+    same.set_defaults(run=_fidelity)
 
     doctor = commands.add_parser("doctor", parents=[model], help="print device, dtypes, kernels and why, model, cache place")
     doctor.add_argument("--json", action="store_true")
@@ -294,4 +306,37 @@ def _doctor(args) -> int:
     print(f"{'cache':<16} {facts['cache']}")
     for note in facts["notes"]:
         print(f"{'note':<16} {note}")
+    return 0
+
+
+def _fidelity(args) -> int:
+    from river_core.measure.fidelity import check_verified, fidelity, format_fidelity
+    from river_core.measure.prompts import read_prompts
+
+    prompts = read_prompts(args.prompts, args.limit)
+    model = _load(args)
+
+    def report(line):
+        print(line, file=sys.stderr, flush=True)
+
+    methods = tuple(name.strip() for name in args.methods.split(",") if name.strip())
+    result = fidelity(model, prompts, methods=methods, tau=args.tau, tokens=args.tokens, mode=args.mode, report=report)
+    del result["traces"]
+    if not args.no_verified:
+        result["verified"] = check_verified(model, prompts, tokens=args.tokens, report=report)
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    print(format_fidelity(result))
+    if "verified" in result:
+        facts = result["verified"]
+        acceptance = (
+            "no drafts"
+            if facts["acceptance"] is None
+            else f"acceptance {facts['acceptance']:.3f}, {facts['tokens_per_cycle']:.2f} tokens per cycle"
+        )
+        print(
+            f"\nRiver, verified: {facts['tokens']} tokens, agreement {facts['near_tie_agreement']:.4f} under the near-tie rule (worst gap {facts['worst_gap']:.3f} logits, "
+            f"the very choice {facts['exact_agreement']:.4f}); {acceptance}; speed-up {facts['speed_up']:.2f}x"
+        )
     return 0

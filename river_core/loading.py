@@ -422,7 +422,7 @@ def _from_hub(name: str, report, check) -> tuple[Path, str]:
     return folder, folder.name
 
 
-# -- small helpers -----------------------------------------------------------------------------------------------------
+# -- memory and messages -----------------------------------------------------------------------------------------------
 
 
 def _need_memory(name: str, needed: int) -> None:

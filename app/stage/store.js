@@ -1,0 +1,248 @@
+// What is known of a run, built from messages that may arrive twice, late or out of order.
+// Everything here is pure data: no page, no clock but the engine's.
+
+export const METHODS = {
+  backbone: { label: "Backbone", about: "the original model, every layer" },
+  int4: { label: "Full 4-bit", about: "every layer, weights in 4 bits" },
+  river: { label: "River", about: "leaves early and goes on in 4 bits" },
+};
+
+const FINAL = new Set(["done", "failed"]);
+
+/** An empty run. `lanes` is a Map from lane id to lane, in the order in which they are shown. */
+export function newRun(runId = null) {
+  return { runId, seq: -1, state: "idle", message: null, queue: null, header: null, lanes: new Map(), reason: null };
+}
+
+export function newLane(id) {
+  return {
+    id,
+    method: id,
+    label: METHODS[id]?.label ?? id,
+    about: METHODS[id]?.about ?? "",
+    rule: null,
+    tokens: [], // by index; a hole is a token that has not arrived yet
+    count: 0,
+    decoded: 0, // tokens that count for the speed: all but the first, which the prefill wrote
+    decodeNs: 0,
+    prefillNs: 0,
+    depthSum: 0,
+    end: null,
+    error: null,
+  };
+}
+
+/** A fresh set of lanes for a page that has not run anything yet. */
+export function previewRun(methods = ["backbone", "int4", "river"]) {
+  const run = newRun();
+  for (const id of methods) run.lanes.set(id, newLane(id));
+  return run;
+}
+
+function laneOf(run, id) {
+  if (!run.lanes.has(id)) run.lanes.set(id, newLane(id));
+  return run.lanes.get(id);
+}
+
+/** Apply one event. Applying it again, or in another order, leads to the same run. */
+export function applyEvent(run, event) {
+  switch (event.type) {
+    case "run": {
+      run.header = event.header;
+      const lanes = new Map();
+      for (const about of event.header.lanes) {
+        const lane = laneOf(run, about.id);
+        const method = METHODS[about.method];
+        lane.method = about.method;
+        lane.label = method?.label ?? about.label ?? about.id;
+        lane.about = method?.about ?? about.note ?? "";
+        lane.rule = about.rule ?? null;
+        lanes.set(about.id, lane);
+      }
+      run.lanes = lanes;
+      break;
+    }
+    case "token": {
+      const lane = laneOf(run, event.lane);
+      if (lane.tokens[event.i]) break;
+      lane.tokens[event.i] = event;
+      lane.count += 1;
+      if (event.from_prefill) {
+        lane.prefillNs = event.t_ns;
+      } else {
+        lane.decoded += 1;
+        lane.decodeNs += event.t_ns;
+        lane.depthSum += event.exit_layer;
+      }
+      break;
+    }
+    case "prefill":
+      laneOf(run, event.lane).prefillNs ||= event.t_ns;
+      break;
+    case "end":
+      laneOf(run, event.lane).end = event;
+      break;
+    case "error":
+      laneOf(run, event.lane).error = event.message;
+      break;
+    case "done":
+      run.reason = event.reason;
+      break;
+  }
+}
+
+/**
+ * Take in one message of the channel. `retired` is the set of run ids that a newer run has replaced: what still
+ * arrives for them is dropped. Returns the run to show, which is a new object when another run has begun.
+ */
+export function applyMessage(run, message, retired) {
+  if (retired.has(message.run_id)) return run;
+  let current = run;
+  if (message.run_id !== run.runId) {
+    if (run.runId) retired.add(run.runId);
+    current = newRun(message.run_id);
+  }
+  for (const event of message.events) applyEvent(current, event);
+  if (message.seq > current.seq && !FINAL.has(current.state)) {
+    current.seq = message.seq;
+    current.state = message.state;
+    current.message = message.message;
+    current.queue = message.queue;
+  }
+  return current;
+}
+
+export function isFinal(run) {
+  return FINAL.has(run.state);
+}
+
+export function layersOf(run) {
+  return run.header?.model?.n_layers ?? 30;
+}
+
+/** Tokens per second of engine time, or null before the second token. */
+export function speed(lane) {
+  return lane.decoded > 0 && lane.decodeNs > 0 ? lane.decoded / (lane.decodeNs / 1e9) : null;
+}
+
+/** How many times the backbone's speed, or null without a backbone lane. */
+export function speedUp(run, lane) {
+  const backbone = backboneOf(run);
+  const base = backbone && speed(backbone);
+  const own = speed(lane);
+  return base && own ? own / base : null;
+}
+
+/** Mean number of backbone layers per decoded token, or null. */
+export function meanDepth(lane) {
+  return lane.decoded > 0 ? lane.depthSum / lane.decoded : null;
+}
+
+export function backboneOf(run) {
+  for (const lane of run.lanes.values()) if (lane.method === "backbone") return lane;
+  return null;
+}
+
+/** Index of the first token whose id differs from the backbone's at the same place, or -1 as far as both have come. */
+export function firstDifference(run, lane) {
+  const backbone = backboneOf(run);
+  if (!backbone || backbone === lane) return -1;
+  const shared = Math.min(lane.tokens.length, backbone.tokens.length);
+  for (let i = 0; i < shared; i += 1) {
+    const a = lane.tokens[i];
+    const b = backbone.tokens[i];
+    if (!a || !b) return -1;
+    if (a.id !== b.id) return i;
+  }
+  return -1;
+}
+
+/** The seconds that the shared time axis spans: a round number while lanes run, the slowest lane's time at the end. */
+export function timeSpan(run) {
+  let longest = 0;
+  let expected = 0;
+  for (const lane of run.lanes.values()) {
+    const seconds = (lane.prefillNs + lane.decodeNs) / 1e9;
+    longest = Math.max(longest, seconds);
+    const rate = speed(lane);
+    if (rate && !lane.end && run.header) {
+      expected = Math.max(expected, lane.prefillNs / 1e9 + run.header.max_new_tokens / rate);
+    }
+  }
+  if (isFinal(run)) return longest || 1;
+  const wanted = Math.max(longest * 1.02, expected, 0.5);
+  const power = 10 ** Math.floor(Math.log10(wanted));
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= wanted);
+}
+
+/** How a lane stands, in words. */
+export function laneStatus(run, lane) {
+  if (lane.end) {
+    if (lane.end.reason === "eos") return "done: end of text";
+    if (lane.end.reason === "length") return "done: length reached";
+    if (lane.end.reason === "stop") return "stopped";
+    return `failed: ${lane.error ?? lane.end.message ?? "no reason given"}`;
+  }
+  if (lane.error) return `failed: ${lane.error}`;
+  if (run.state === "idle") return "";
+  if (isFinal(run)) return lane.count > 0 ? "stopped" : "";
+  return lane.count > 0 ? "running" : "waiting";
+}
+
+/** What the text of a lane is worth against the backbone's, in words; empty for the backbone itself. */
+export function textVerdict(run, lane) {
+  const backbone = backboneOf(run);
+  if (!backbone || backbone === lane || lane.count === 0) return "";
+  const at = firstDifference(run, lane);
+  if (at >= 0) return `⚑ differs from token ${at + 1}`;
+  const shared = Math.min(lane.count, backbone.count);
+  return shared > 0 ? `= same text, ${shared} tokens` : "";
+}
+
+const ORDINALS = { one: "st", two: "nd", few: "rd", other: "th" };
+const ordinalRules = new Intl.PluralRules("en", { type: "ordinal" });
+
+export function ordinal(n) {
+  return `${n}${ORDINALS[ordinalRules.select(n)]}`;
+}
+
+/** The one status line: it changes when a run or a lane changes its state, not with every token. */
+export function statusLine(run) {
+  const ended = [...run.lanes.values()].filter((lane) => lane.end && !isFinal(run));
+  const finished = ended.map((lane) => `${lane.label} is done.`).join(" ");
+  switch (run.state) {
+    case "idle":
+      return "Press Run, and the lanes answer the same prompt side by side.";
+    case "queued":
+    case "waiting":
+      if (run.queue) return `You are ${ordinal(run.queue.place)} in line. Your run starts by itself.`;
+      return run.state === "waiting"
+        ? "Waiting for the model. Your run starts as soon as it is ready."
+        : "Your run is about to start.";
+    case "running":
+      return finished || (run.header ? "Running." : "Reading the prompt.");
+    case "stopping":
+      return "Stopping after the current token.";
+    case "failed":
+      return run.message ?? "The run failed.";
+    default:
+      return run.message ?? headline(run);
+  }
+}
+
+/** One sentence about a finished run, from its own numbers. */
+export function headline(run) {
+  const stopped = run.reason === "stop" ? "Stopped. " : "";
+  const lane = [...run.lanes.values()].find((one) => one.method === "river") ?? [...run.lanes.values()].at(-1);
+  const rate = lane && speed(lane);
+  if (!rate) return stopped || "Done.";
+  const layers = layersOf(run);
+  const said = [`${lane.label} wrote ${lane.count} tokens at ${rate.toFixed(1)} tokens/s`];
+  if (lane === backboneOf(run)) return `${stopped}${said[0]}, running all ${layers} layers for each.`;
+  const ratio = speedUp(run, lane);
+  if (ratio) said.push(`${ratio.toFixed(2)}× the backbone`);
+  said.push(`running ${meanDepth(lane).toFixed(1)} of its ${layers} layers per token`);
+  const at = firstDifference(run, lane);
+  const texts = at >= 0 ? `the texts part at token ${at + 1}` : "the texts agree";
+  return `${stopped}${said.join(", ")}${ratio ? `; ${texts}` : ""}.`;
+}

@@ -1,0 +1,198 @@
+"""The controls of the page and their wiring to the runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from app import stage
+from app.examples import EXAMPLES
+from app.model_host import ModelHost
+from app.runs import Runs
+from app.settings import SettingsError, read_settings
+
+TITLE = "River Explorer"
+MASTHEAD = f"""
+<header class="masthead">
+  <div>
+    <h1>{TITLE}</h1>
+    <p>Watch a language model decide, token by token, how many of its layers it needs.</p>
+  </div>
+  <div id="model-pill" class="pill" data-model-state="loading">
+    <span class="pill-dot" aria-hidden="true"></span><span class="pill-text">starting the engine</span>
+    <span class="pill-bar" aria-hidden="true"></span>
+  </div>
+</header>
+"""
+LANES = [("Backbone", "backbone"), ("Full 4-bit", "int4"), ("River", "river")]
+PRESETS = ["fast", "balanced", "careful"]
+PAGE_CSS = Path(__file__).with_name("page.css")
+
+
+def build(host: ModelHost, runs: Runs) -> gr.Blocks:
+    """The page as Gradio blocks. Every visitor's run goes through `runs`; nothing of a run is kept in here."""
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as demo:
+        gr.HTML(MASTHEAD, apply_default_css=False, elem_id="masthead")
+        with gr.Row(elem_id="controls", equal_height=False):
+            with gr.Column(scale=3, min_width=300):
+                prompt = gr.Textbox(EXAMPLES[0][1], label="Prompt", lines=8, max_lines=12, elem_id="prompt")
+                chat = gr.Checkbox(True, label="Chat template (ask the model as an assistant)", elem_id="chat")
+                gr.Examples(
+                    [[text] for _, text in EXAMPLES],
+                    inputs=[prompt],
+                    label="Examples",
+                    example_labels=[label for label, _ in EXAMPLES],
+                    cache_examples=False,
+                    api_visibility="private",
+                    elem_id="examples",
+                )
+            with gr.Column(scale=2, min_width=300):
+                lanes = gr.CheckboxGroup(LANES, value=[value for _, value in LANES], label="Lanes", elem_id="lanes")
+                preset = gr.Radio(PRESETS, value="balanced", label="Exit threshold tau", interactive=False, elem_id="preset")
+                with gr.Row():
+                    tau = gr.Textbox("", label="Tau", placeholder="the model’s own", max_lines=1, min_width=120, elem_id="tau")
+                    max_tokens = gr.Number(96, label="Max tokens", precision=0, min_width=120, elem_id="max-tokens")
+                with gr.Accordion("Sampling", open=False, elem_id="sampling"):
+                    with gr.Row():
+                        temperature = gr.Number(0, label="Temperature (0 = greedy)", step=0.1, min_width=130)
+                        top_k = gr.Number(0, label="Top-k (0 = off)", precision=0, min_width=130)
+                        top_p = gr.Number(1, label="Top-p (1 = off)", step=0.05, min_width=130)
+                        seed = gr.Number(0, label="Seed", precision=0, min_width=130)
+                    prefill = gr.Radio([("all layers", "full"), ("sequence-level exit", "sequence")], value="full", label="Prefill")
+                    timing = gr.Radio([("race", "race"), ("one after another", "sequential")], value="race", label="Timing")
+                with gr.Row(elem_id="actions"):
+                    run_button = gr.Button("Run", variant="primary", elem_id="run", min_width=120, scale=2)
+                    stop_button = gr.Button("Stop", variant="secondary", elem_id="stop", min_width=90)
+
+        # Functions that the stage calls by itself; Gradio always hands them one argument.
+        def model_status(_: Any = None) -> dict[str, Any]:
+            return host.status()
+
+        def snapshot(run_id: str) -> str | None:
+            run = runs.find(str(run_id))
+            return run.message(0, runs.place(run))[0] if run else None
+
+        channel = gr.HTML(
+            "",
+            html_template='<div class="stage-root"></div>',
+            js_on_load=stage.page_script(),
+            server_functions=[model_status, snapshot],
+            apply_default_css=False,
+            elem_id="stage",
+        )
+
+        async def run(
+            prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, request: gr.Request
+        ) -> AsyncIterator[str]:
+            session = request.session_hash or ""
+            # The boxes come in the order in which they were ticked.
+            lanes = [value for _, value in LANES if value in (lanes or [])]
+            try:
+                settings = read_settings(prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing)
+                current = runs.start(session, settings)
+            except SettingsError as error:
+                current = runs.refuse(session, str(error))
+            async with aclosing(runs.stream(current)) as messages:
+                async for message in messages:
+                    yield message
+
+        def stop(request: gr.Request) -> None:
+            runs.stop_session(request.session_hash or "")
+
+        def fit_to_model(typed_tau: str):
+            model = host.model()
+            label = "Exit threshold tau" if model.calibrated else "Exit threshold tau (not calibrated for this model)"
+            choices = [(f"{name} {value:g}", f"{value:g}") for name, value in model.tau_presets.items()]
+            value = typed_tau.strip() or f"{model.default_tau:g}"
+            return gr.Radio(choices, value=value, label=label, interactive=True), value
+
+        inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing]
+        gr.on(
+            [run_button.click, prompt.submit],
+            run,
+            inputs,
+            channel,
+            api_name="run",
+            show_progress="hidden",
+            trigger_mode="once",
+            concurrency_limit=None,
+        )
+        private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+        stop_button.click(stop, None, None, **private)
+        channel.model_ready(fit_to_model, tau, [preset, tau], **private)
+        preset.input(None, preset, tau, js="(value) => value", **private)
+        tau.input(None, tau, preset, js="(value) => value.trim()", **private)
+        demo.unload(stop)
+    # Runs wait in our own line, which knows places; Gradio's queue only passes them on.
+    return demo.queue(api_open=False, max_size=64)
+
+
+def theme() -> gr.themes.Base:
+    """System fonts only (nothing to fetch, nothing to flash), and the colours of stage.css."""
+    base = gr.themes.Base(
+        primary_hue=gr.themes.colors.blue,
+        neutral_hue=gr.themes.colors.slate,
+        radius_size=gr.themes.sizes.radius_md,
+        font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"],
+    )
+    light_dark = {
+        "body_background_fill": ("#fbfcfd", "#0b1016"),
+        "body_text_color": ("#17212b", "#e4ebf2"),
+        "body_text_color_subdued": ("#5a6774", "#97a5b3"),
+        "background_fill_primary": ("#ffffff", "#131a22"),
+        "background_fill_secondary": ("#f4f7fa", "#0d131a"),
+        "border_color_primary": ("#dde3e9", "#26313d"),
+        "border_color_accent": ("#2171b5", "#6baed6"),
+        "block_background_fill": ("#ffffff", "#131a22"),
+        "block_border_color": ("#dde3e9", "#26313d"),
+        "block_label_text_color": ("#5a6774", "#97a5b3"),
+        "block_title_text_color": ("#5a6774", "#97a5b3"),
+        "input_background_fill": ("#f4f7fa", "#0d131a"),
+        "input_border_color": ("#dde3e9", "#26313d"),
+        "input_border_color_focus": ("#2171b5", "#6baed6"),
+        "checkbox_label_background_fill": ("#f4f7fa", "#0d131a"),
+        "checkbox_label_background_fill_selected": ("#e3edf7", "#12283f"),
+        "checkbox_label_border_color": ("#dde3e9", "#26313d"),
+        "checkbox_background_color": ("#ffffff", "#0d131a"),
+        "checkbox_background_color_selected": ("#2171b5", "#2171b5"),
+        "checkbox_border_color": ("#8794a1", "#5a6774"),
+        "checkbox_border_color_selected": ("#2171b5", "#6baed6"),
+        "button_primary_background_fill": ("#2171b5", "#2171b5"),
+        "button_primary_background_fill_hover": ("#08519c", "#3182c4"),
+        "button_primary_text_color": ("#ffffff", "#ffffff"),
+        "button_secondary_background_fill": ("#ffffff", "#131a22"),
+        "button_secondary_background_fill_hover": ("#f4f7fa", "#1c2530"),
+        "button_secondary_border_color": ("#b9c3cd", "#3b4856"),
+        "button_secondary_text_color": ("#17212b", "#e4ebf2"),
+    }
+    values = {name: light for name, (light, _) in light_dark.items()}
+    values |= {f"{name}_dark": dark for name, (_, dark) in light_dark.items()}
+    return base.set(
+        **values,
+        button_border_width="1px",
+        input_border_width="1px",
+        checkbox_label_border_width="1px",
+        block_label_text_size="13px",
+        block_title_text_size="13px",
+        layout_gap="14px",
+    )
+
+
+def launch_options() -> dict[str, Any]:
+    """Arguments of `demo.launch` that belong to the page rather than to the machine it runs on."""
+    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style()
+    return {
+        "theme": theme(),
+        "head": f"<style>{style}</style>",
+        "footer_links": ["api", "settings"],
+        "max_file_size": "1mb",
+        "run_history": False,
+        "show_error": False,
+        "ssr_mode": False,
+        "state_session_capacity": 200,
+    }

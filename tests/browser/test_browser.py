@@ -1,0 +1,263 @@
+"""What a visitor sees, in a real Chromium."""
+
+from __future__ import annotations
+
+import pytest
+
+from river_core.errors import LoadError
+from tests.page.server import serve
+
+LONG = "Count from 1 to 1000 in words, one number per line."
+HOSTILE = "`${window.pwned=1} {{y}} <b>bold</b> C:\\users <script>window.pwned=2</script> <img src=x onerror=window.pwned=3>"
+
+
+def no_side_scroll(tab) -> bool:
+    return tab.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_run_shows_coloured_text_numbers_and_a_verdict(new_tab):
+    tab = new_tab()
+    tab.fill("max-tokens", "24")
+    tab.press("run")
+    tab.wait_state("done")
+    page = tab.page
+    for lane in ("backbone", "int4", "river"):
+        assert page.locator(f".text[data-lane={lane}] .tok").count() >= 1
+        assert "done" in page.text_content(f".lane[data-lane={lane}] .lane-status")
+        assert float(page.text_content(f".lane[data-lane={lane}] .metric-speed b")) > 0
+    fills = page.evaluate("[...document.querySelectorAll('.tok')].map((tok) => getComputedStyle(tok).getPropertyValue('--fill'))")
+    assert len(set(fills)) >= 2
+    assert page.text_content(".lane[data-lane=backbone] .metric-ratio b") == "1.00×"
+    layers = page.locator(".legend-ramp .cell").count() - 1
+    assert page.text_content(".lane[data-lane=backbone] .metric-depth b") == f"{layers}.0"
+    assert page.text_content(".lane[data-lane=int4] .metric-depth b") == "0.0"
+    assert "token" in page.text_content(".column[data-lane=river] .verdict")
+    assert "tokens/s" in tab.status()
+    assert page.locator("h1").count() == 1
+    assert page.locator("[aria-live=polite]").count() >= 1
+    assert page.locator(".text[aria-live]").count() == 0
+
+
+def test_counters_move_while_the_lanes_run_and_stop_frees_the_engine(new_tab, page_server):
+    tab = new_tab()
+    tab.fill("prompt", LONG)
+    tab.fill("max-tokens", "1500")
+    tab.press("run")
+    tab.wait_tokens(6)
+    count = "Number(document.querySelector('.lane[data-lane=backbone] .metric-count b').textContent)"
+    before = tab.page.evaluate(count)
+    tab.page.wait_for_function(f"{count} > {before}")
+    tab.press("stop")
+    page_server.wait_idle(within=3)
+    tab.wait_state("done")
+    assert "stopped" in tab.page.text_content(".lane[data-lane=backbone] .lane-status")
+    assert tab.status().startswith("Stopped.")
+    tab.fill("max-tokens", "3")
+    tab.press("run")
+    tab.page.wait_for_function("document.querySelector('.stage .status').textContent.startsWith('Stopped') === false")
+    tab.wait_state("done")
+    assert tab.page.locator(".text[data-lane=backbone] .tok").count() <= 3
+
+
+def test_a_hostile_prompt_is_shown_as_text_and_nothing_runs(new_tab):
+    tab = new_tab()
+    tab.fill("prompt", HOSTILE)
+    tab.fill("max-tokens", "6")
+    tab.press("run")
+    tab.wait_state("done")
+    assert tab.page.text_content(".prompt-text") == HOSTILE
+    assert tab.page.evaluate("window.pwned") is None
+    assert tab.page.locator(".stage b:has-text('bold'), .stage script, .stage img").count() == 0
+    assert tab.page.input_value("#prompt textarea") == HOSTILE
+
+
+def test_nul_and_unpaired_surrogates_do_not_break_the_channel(new_tab):
+    tab = new_tab()
+    tab.page.evaluate(
+        """() => {
+            const box = document.querySelector('#prompt textarea');
+            box.value = 'before \\0 and \\ud83d after';
+            box.dispatchEvent(new Event('input', { bubbles: true }));
+        }"""
+    )
+    tab.fill("max-tokens", "4")
+    tab.press("run")
+    tab.wait_state("done")
+    shown = tab.page.text_content(".prompt-text")
+    assert shown.startswith("before ")
+    assert shown.endswith(" after")
+
+
+@pytest.mark.parametrize(
+    ("control", "value", "words"),
+    [
+        ("tau", "near one", "not a number"),
+        ("max-tokens", "", "Max tokens is empty"),
+        ("prompt", "", "prompt is empty"),
+    ],
+)
+def test_input_that_cannot_be_used_gets_a_sentence_and_stays(new_tab, control, value, words):
+    tab = new_tab()
+    tab.fill(control, value)
+    tab.press("run")
+    tab.wait_state("failed")
+    assert words in tab.status()
+    assert tab.page.locator(f"#{control} textarea, #{control} input").first.input_value() == value
+
+
+def test_no_lane_and_too_few_tokens_are_explained(new_tab):
+    tab = new_tab()
+    for lane in ("Backbone", "Full 4-bit", "River"):
+        tab.page.get_by_label(lane, exact=True).uncheck()
+    tab.press("run")
+    tab.wait_state("failed")
+    assert "No lane" in tab.status()
+    tab.page.get_by_label("River", exact=True).check()
+    tab.fill("max-tokens", "-2")
+    tab.press("run")
+    tab.wait_state("done")
+    assert "-2" in tab.page.text_content(".stage .notices")
+    assert tab.page.locator(".stage .lane").count() == 1
+
+
+def test_two_visitors_wait_for_one_another_and_never_mix(new_tab):
+    first, second = new_tab(), new_tab()
+    first.fill("prompt", "Name three rivers.")
+    first.fill("max-tokens", "1500")
+    second.fill("prompt", "Name three colours.")
+    second.fill("max-tokens", "8")
+    first.press("run")
+    first.wait_tokens(3)
+    second.press("run")
+    second.wait_state("queued")
+    assert "2nd in line" in second.status()
+    first.press("stop")
+    second.wait_state("done")
+    assert second.page.text_content(".prompt-text") == "Name three colours."
+    assert first.page.text_content(".prompt-text") == "Name three rivers."
+    assert second.page.locator(".text[data-lane=river] .tok").count() <= 8
+
+
+def test_closing_the_tab_frees_the_engine(new_tab, page_server):
+    tab = new_tab()
+    tab.fill("prompt", LONG)
+    tab.fill("max-tokens", "1500")
+    tab.press("run")
+    tab.wait_tokens(3)
+    tab.page.close()
+    page_server.wait_idle(within=3)
+
+
+def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
+    tab = new_tab()
+    tab.fill("prompt", LONG)
+    tab.fill("max-tokens", "1500")
+    tab.press("run")
+    tab.wait_tokens(6)
+    tab.open()
+    tab.complaints.clear()  # Gradio reports the stream that the reload cut off
+    page_server.wait_idle(within=3)
+    tab.wait_state("done")
+    assert tab.page.text_content(".prompt-text") == LONG
+    assert tab.page.locator(".tok").count() >= 6
+    tab.fill("max-tokens", "3")
+    tab.press("run")
+    tab.page.wait_for_function("document.querySelectorAll('.tok').length <= 9")
+    tab.wait_state("done")
+
+
+def test_a_hidden_page_catches_up_when_it_is_seen_again(new_tab):
+    tab = new_tab()
+    hide = """(hidden) => {
+        Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
+        Object.defineProperty(document, 'visibilityState', { value: hidden ? 'hidden' : 'visible', configurable: true });
+        document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    tab.fill("max-tokens", "40")
+    tab.press("run")
+    tab.wait_tokens(3)
+    tab.page.evaluate(hide, True)
+    tab.page.wait_for_function("document.querySelector('.gradio-container').dataset.runState === 'done'")
+    tab.page.evaluate(hide, False)
+    tab.wait_state("done")
+    count = tab.page.text_content(".lane[data-lane=backbone] .metric-count b")
+    assert tab.page.locator(".text[data-lane=backbone] .tok").count() == int(count)
+
+
+def test_a_token_can_be_inspected_by_pointer_and_by_keyboard(new_tab):
+    tab = new_tab()
+    tab.fill("max-tokens", "12")
+    tab.press("run")
+    tab.wait_state("done")
+    page = tab.page
+    page.locator(".text[data-lane=river] .tok").nth(1).hover()
+    assert "River · token 2" in page.text_content(".token-place")
+    page.locator(".text[data-lane=river]").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowUp")
+    assert "token 2" in page.text_content(".token-place")
+    assert "Full 4-bit" in page.text_content(".token-place")
+    assert "token 2" in tab.status()
+    assert page.locator(".top5 li").count() == 5
+    page.keyboard.press("Escape")
+    page.mouse.move(5, 5)
+    assert page.locator(".tok.selected").count() == 0
+
+
+def test_presets_fill_in_tau_and_a_typed_tau_leaves_them(new_tab):
+    tab = new_tab()
+    tab.page.get_by_label("careful", exact=False).check()
+    tab.page.wait_for_function("document.querySelector('#tau textarea, #tau input').value === '0.98'")
+    box = tab.page.locator("#tau textarea, #tau input").first
+    box.select_text()
+    box.press_sequentially("0.5")  # Gradio tells of typing, not of a value that was set
+    tab.page.wait_for_function("document.querySelectorAll('#preset input:checked').length === 0")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_scrolls_sideways_and_token_text_stands_out(new_tab, width, theme):
+    tab = new_tab(width=width, theme=theme)
+    assert no_side_scroll(tab)
+    tab.fill("max-tokens", "12")
+    tab.press("run")
+    tab.wait_state("done")
+    assert no_side_scroll(tab)
+    assert tab.page.evaluate("document.body.classList.contains('dark')") == (theme == "dark")
+    contrasts = tab.page.evaluate(
+        """() => {
+            const light = (css) => {
+                const canvas = document.createElement('canvas').getContext('2d');
+                canvas.fillStyle = css;
+                const hex = canvas.fillStyle;
+                const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255)
+                    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            return [...document.querySelectorAll('.tok')].map((tok) => {
+                const style = getComputedStyle(tok);
+                const pair = [light(style.getPropertyValue('--fill')), light(style.color)].sort((a, b) => a - b);
+                return (pair[1] + 0.05) / (pair[0] + 0.05);
+            });
+        }"""
+    )
+    assert min(contrasts) >= 4.5
+
+
+def test_without_a_model_the_page_opens_and_says_what_to_do(chromium):
+    def load(progress):
+        raise LoadError("There is no such model; give a folder, a hub id or a .gguf file.")
+
+    server = serve(load)
+    page = chromium.new_page()
+    page.goto(server.url)
+    page.wait_for_selector("#model-pill[data-model-state=failed]")
+    assert "give a folder" in page.text_content("#model-pill")
+    page.fill("#prompt textarea", "Kept")
+    page.click("#run")
+    page.wait_for_selector(".stage[data-run-state=failed]")
+    assert "give a folder" in page.text_content(".stage .status")
+    assert page.input_value("#prompt textarea") == "Kept"
+    page.close()
+    server.demo.close()

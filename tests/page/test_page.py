@@ -1,0 +1,255 @@
+"""The page without a browser: runs through gradio_client and through the raw event stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+
+import httpx
+import pytest
+from gradio_client import Client
+
+DEFAULTS = {
+    "prompt": "What is 12 times 7?",
+    "chat": True,
+    "lanes": ["backbone", "int4", "river"],
+    "tau": "",
+    "max_tokens": 12,
+    "temperature": 0,
+    "top_k": 0,
+    "top_p": 1,
+    "seed": 0,
+    "prefill": "full",
+    "timing": "race",
+}
+
+
+class Visitor:
+    """A browser without a face: one session that joins the queue and reads the event stream."""
+
+    def __init__(self, url: str):
+        self.api = f"{url}/gradio_api"
+        self.session = secrets.token_hex(6)
+        self.http = httpx.Client(timeout=60)
+        dependencies = self.http.get(f"{url}/config").json()["dependencies"]
+        self.endpoints = {dependency["api_name"]: dependency["id"] for dependency in dependencies}
+
+    def join(self, **settings) -> None:
+        body = {
+            "data": list((DEFAULTS | settings).values()),
+            "fn_index": self.endpoints["run"],
+            "session_hash": self.session,
+        }
+        # httpx's own `json=` refuses unpaired surrogates, which a browser sends as escapes.
+        headers = {"Content-Type": "application/json"}
+        self.http.post(f"{self.api}/queue/join", content=json.dumps(body), headers=headers).raise_for_status()
+
+    def messages(self):
+        """Channel messages as they come. Closing this generator closes the connection, as a closed tab does."""
+        shown = None
+        with self.http.stream("GET", f"{self.api}/queue/data?session_hash={self.session}") as stream:
+            for line in stream.iter_lines():
+                if not line.startswith("data:"):
+                    continue
+                event = json.loads(line[5:])
+                if event["msg"] in ("process_generating", "process_completed"):
+                    assert event["success"], event
+                    value = event["output"]["data"][0]
+                    value = value if isinstance(value, str) else patch(shown, value)
+                    if value != shown:
+                        shown = value
+                        yield json.loads(value)
+                if event["msg"] == "process_completed":
+                    return
+
+    def run(self, **settings) -> list[dict]:
+        self.join(**settings)
+        return list(self.messages())
+
+    def stop(self) -> None:
+        body = {"data": [], "fn_index": self.endpoints["stop"], "session_hash": self.session}
+        self.http.post(f"{self.api}/run/predict", json=body).raise_for_status()
+
+
+def patch(shown: str, edits: list) -> str:
+    """A string value after Gradio's edits, which replace it or append to it."""
+    for action, _, text in edits:
+        shown = text if action == "replace" else shown + text
+    return shown
+
+
+def events_of(messages: list[dict], kind: str) -> list[dict]:
+    return [event for message in messages for event in message["events"] if event["type"] == kind]
+
+
+def tokens_until(messages, count: int) -> list[dict]:
+    """Read messages until `count` tokens have been seen."""
+    seen = []
+    for message in messages:
+        seen += [event for event in message["events"] if event["type"] == "token"]
+        if len(seen) >= count:
+            return seen
+    raise AssertionError("the run ended too early")
+
+
+@pytest.fixture
+def visitor(page_server):
+    yield Visitor(page_server.url)
+    page_server.wait_idle(within=10)
+
+
+def test_a_run_through_the_client_ends_with_all_its_events(page_server):
+    client = Client(page_server.url, analytics_enabled=False, verbose=False)
+    texts = list(client.submit(**DEFAULTS, api_name="/run"))
+    last = json.loads(texts[-1])
+    assert last["state"] == "done"
+    assert last["from"] == 0
+    assert last["events"][0]["type"] == "run"
+    for lane in DEFAULTS["lanes"]:
+        ids = [event["i"] for event in last["events"] if event["type"] == "token" and event["lane"] == lane]
+        assert ids == list(range(len(ids)))
+        assert 1 <= len(ids) <= DEFAULTS["max_tokens"]
+    assert last["events"][-1] == {"type": "done", "reason": "finished"}
+
+
+def test_batches_together_are_the_snapshot_and_stay_small(visitor):
+    messages = visitor.run(max_tokens=48)
+    *batches, snapshot = messages
+    streamed = [json.dumps(event) for message in batches for event in message["events"]]
+    assert streamed == [json.dumps(event) for event in snapshot["events"]][: len(streamed)]
+    assert len(snapshot["events"]) - len(streamed) < 40  # what came between the last beat and the end
+    numbers = [message["seq"] for message in messages]
+    assert numbers == sorted(set(numbers))
+    tokens = events_of([snapshot], "token")
+    assert max(len(json.dumps(token, separators=(",", ":"))) for token in tokens) < 1200
+    # A beat is 80 ms; a slow or busy machine may put a few more tokens into one.
+    assert max(len(json.dumps(message)) for message in batches) < 60_000
+
+
+def test_exit_depths_are_those_of_the_method(visitor):
+    messages = visitor.run(max_tokens=24, tau="0,9")
+    layers = events_of(messages, "run")[0]["header"]["model"]["n_layers"]
+    depths = {lane: [] for lane in DEFAULTS["lanes"]}
+    for token in events_of(messages[-1:], "token"):
+        if not token["from_prefill"]:
+            depths[token["lane"]].append(token["exit_layer"])
+    assert set(depths["backbone"]) == {layers}
+    assert set(depths["int4"]) == {0}
+    assert min(depths["river"]) < layers
+
+
+def test_stop_frees_the_engine_and_a_new_run_works_at_once(visitor, page_server):
+    visitor.join(max_tokens=2000, prompt="Count from 1 to 1000 in words.")
+    messages = visitor.messages()
+    tokens_until(messages, 6)
+    visitor.stop()
+    assert page_server.wait_idle(within=2) < 1
+    rest = list(messages)
+    assert rest[-1]["state"] == "done"
+    assert rest[-1]["events"][-1] == {"type": "done", "reason": "stop"}
+    assert visitor.run(max_tokens=3)[-1]["state"] == "done"
+
+
+def test_a_closed_connection_frees_the_engine(visitor, page_server):
+    visitor.join(max_tokens=2000, prompt="Count from 1 to 1000 in words.")
+    messages = visitor.messages()
+    tokens_until(messages, 6)
+    messages.close()
+    visitor.http.close()
+    page_server.wait_idle(within=3)
+
+
+def test_a_second_visitor_waits_in_line_and_sees_only_his_own_run(page_server):
+    first, second = Visitor(page_server.url), Visitor(page_server.url)
+    first.join(prompt="Name three rivers.", max_tokens=120)
+    stream = first.messages()
+    seen = [next(stream)]
+    while not seen[-1]["events"]:
+        seen.append(next(stream))
+    results = {}
+    reader = threading.Thread(target=lambda: results.update(second=second.run(prompt="Name three colours.")))
+    reader.start()
+    results["first"] = seen + list(stream)
+    reader.join(timeout=60)
+    prompts = {name: events_of(messages, "run")[0]["header"]["prompt"] for name, messages in results.items()}
+    assert prompts == {"first": "Name three rivers.", "second": "Name three colours."}
+    assert {len({message["run_id"] for message in messages}) for messages in results.values()} == {1}
+    assert results["first"][0]["run_id"] != results["second"][0]["run_id"]
+    places = [message["queue"]["place"] for message in results["second"] if message["queue"]]
+    assert places[0] == 2
+    assert results["second"][-1]["state"] == "done"
+    page_server.wait_idle(within=5)
+
+
+def test_a_waiting_visitor_can_leave_the_line(page_server):
+    first, second = Visitor(page_server.url), Visitor(page_server.url)
+    first.join(max_tokens=2000, prompt="Count from 1 to 1000 in words.")
+    stream = first.messages()
+    tokens_until(stream, 3)
+    second.join()
+    waiting = second.messages()
+    assert next(waiting)["queue"]["place"] == 2
+    second.stop()
+    assert list(waiting)[-1]["state"] == "done"
+    assert page_server.runs.busy
+    first.stop()
+    list(stream)
+    page_server.wait_idle(within=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompt": " \n"}, "prompt is empty"),
+        ({"lanes": []}, "No lane"),
+        ({"tau": "close"}, "“close”"),
+        ({"tau": "nan"}, "number"),
+        ({"max_tokens": None}, "Max tokens is empty"),
+        ({"prompt": "far too long " * 8000}, "Shorten"),
+        ({"temperature": -1}, "emperature"),
+    ],
+)
+def test_input_that_cannot_be_used_gets_a_sentence(visitor, settings, words):
+    (last,) = visitor.run(**settings)[-1:]
+    assert last["state"] == "failed"
+    assert words in last["message"]
+    assert "Traceback" not in last["message"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, -5])
+def test_too_few_tokens_are_raised_to_one_with_a_notice(visitor, max_tokens):
+    messages = visitor.run(max_tokens=max_tokens)
+    assert messages[-1]["state"] == "done"
+    notices = events_of(messages[-1:], "run")[0]["header"]["notices"]
+    assert any(str(max_tokens) in notice for notice in notices)
+
+
+def test_a_hostile_prompt_passes_the_channel_as_ascii(visitor):
+    prompt = "`${x} {{y}} <b>bold</b> C:\\users <script>alert(1)</script> \ud83d \x00 end"
+    messages = visitor.run(prompt=prompt, max_tokens=4)
+    assert messages[-1]["state"] == "done"
+    header = events_of(messages[-1:], "run")[0]["header"]
+    assert header["prompt"].startswith("`${x} {{y}} <b>bold</b> C:\\users <script>alert(1)</script> ")
+
+
+def test_a_snapshot_needs_the_secret_id(visitor, page_server):
+    messages = visitor.run(max_tokens=3)
+    assert page_server.runs.find(messages[0]["run_id"]).final
+    assert page_server.runs.find("") is None
+    assert page_server.runs.find("guess") is None
+
+
+def test_engine_time_is_not_arrival_time(visitor):
+    start = time.perf_counter()
+    last = visitor.run(max_tokens=16)[-1]
+    wall = time.perf_counter() - start
+    for end in (event for event in last["events"] if event["type"] == "end"):
+        times = [
+            event["t_ns"]
+            for event in last["events"]
+            if event["type"] == "token" and event["lane"] == end["lane"] and not event["from_prefill"]
+        ]
+        assert sum(times) == end["decode_ns"]
+        assert end["decode_ns"] / 1e9 < wall

@@ -1,0 +1,112 @@
+// The pure parts of the stage: what a run looks like after messages in any order, and the colours of depth.
+
+import assert from "node:assert/strict";
+import test from "node:test";
+
+import { depthColour, depthRules, luminance, textColour } from "../../app/stage/ramp.js";
+import {
+  applyMessage,
+  firstDifference,
+  laneStatus,
+  meanDepth,
+  newRun,
+  ordinal,
+  speed,
+  speedUp,
+  statusLine,
+  textVerdict,
+  timeSpan,
+} from "../../app/stage/store.js";
+
+const header = {
+  model: { n_layers: 4 },
+  max_new_tokens: 3,
+  lanes: [{ id: "backbone", method: "backbone" }, { id: "river", method: "river", rule: { tau: 0.9 } }],
+};
+
+function token(lane, i, id, exit_layer, t_ns = 10e6) {
+  return { type: "token", lane, i, id, text: ` ${id}`, t_ns, exit_layer, from_prefill: i === 0, similarity: [], top5: [], kv: [] };
+}
+
+const EVENTS = [
+  { type: "run", header },
+  token("backbone", 0, 5, 4, 50e6),
+  token("backbone", 1, 6, 4),
+  token("backbone", 2, 7, 4),
+  token("river", 0, 5, 4, 50e6),
+  token("river", 1, 6, 2, 5e6),
+  token("river", 2, 8, 1, 5e6),
+  { type: "end", lane: "backbone", reason: "length", tokens: 3, decode_ns: 20e6, text: "" },
+  { type: "end", lane: "river", reason: "eos", tokens: 3, decode_ns: 10e6, text: "" },
+  { type: "done", reason: "finished" },
+];
+
+function message(events, fields = {}) {
+  return { run_id: "a", seq: 0, state: "running", message: null, queue: null, events, ...fields };
+}
+
+function facts(run) {
+  return [...run.lanes.values()].map((lane) => [
+    lane.id, lane.count, speed(lane), speedUp(run, lane), meanDepth(lane), firstDifference(run, lane), laneStatus(run, lane),
+  ]);
+}
+
+const whole = applyMessage(newRun(), message(EVENTS, { state: "done", seq: 9 }), new Set());
+
+test("counters come from engine time alone and leave out the prefill's token", () => {
+  const [backbone, river] = facts(whole);
+  assert.deepEqual(backbone, ["backbone", 3, 100, 1, 4, -1, "done: length reached"]);
+  assert.deepEqual(river, ["river", 3, 200, 2, 1.5, 2, "done: end of text"]);
+  assert.equal(textVerdict(whole, whole.lanes.get("river")), "⚑ differs from token 3");
+  assert.equal(timeSpan(whole).toFixed(3), "0.070");
+});
+
+test("events may come twice and in any order", () => {
+  for (let round = 0; round < 50; round += 1) {
+    const shuffled = [...EVENTS, ...EVENTS].map((event) => [Math.random(), event]).sort(([a], [b]) => a - b);
+    let run = newRun();
+    for (const [, event] of shuffled) run = applyMessage(run, message([event]), new Set());
+    run = applyMessage(run, message([], { state: "done", seq: 9 }), new Set());
+    assert.deepEqual(facts(run), facts(whole));
+  }
+});
+
+test("an older message does not bring an older state back", () => {
+  let run = applyMessage(newRun(), message([], { seq: 5, state: "running" }), new Set());
+  run = applyMessage(run, message([], { seq: 4, state: "queued", queue: { place: 2, waiting: 1 } }), new Set());
+  assert.equal(run.state, "running");
+  assert.equal(run.queue, null);
+});
+
+test("what still arrives for a run that was replaced is dropped", () => {
+  const retired = new Set();
+  const first = applyMessage(newRun(), message(EVENTS), retired);
+  const second = applyMessage(first, message([], { run_id: "b", state: "queued" }), retired);
+  assert.notEqual(second, first);
+  const same = applyMessage(second, message(EVENTS), retired);
+  assert.equal(same, second);
+  assert.equal(same.lanes.size, 0);
+});
+
+test("the status line names the place in line", () => {
+  const run = applyMessage(newRun(), message([], { state: "queued", queue: { place: 2, waiting: 1 } }), new Set());
+  assert.match(statusLine(run), /2nd in line/);
+  assert.deepEqual([1, 3, 11, 21, 112].map(ordinal), ["1st", "3rd", "11th", "21st", "112th"]);
+});
+
+test("more layers mean a greater distance from the page, and text always stands out", () => {
+  for (const theme of ["light", "dark"]) {
+    const ramp = Array.from({ length: 101 }, (_, step) => depthColour(step / 100, theme));
+    const lights = ramp.map(luminance);
+    const sorted = [...lights].sort((a, b) => (theme === "light" ? b - a : a - b));
+    assert.deepEqual(lights, sorted);
+    for (const colour of ramp) {
+      const pair = [luminance(colour), textColour(colour) === "#000" ? 0 : 1].sort((a, b) => a - b);
+      assert.ok((pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5);
+    }
+  }
+});
+
+test("there is a rule for every depth in both themes", () => {
+  assert.equal(depthRules(30).split("\n").length, 62);
+});
