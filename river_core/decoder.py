@@ -171,12 +171,13 @@ class Decoder:
         c = self.config
         self.rope = Rope(config, c.num_attention_heads, c.num_key_value_heads, c.head_dim, plan.device)
         self.windows = set(c.sliding_window)
-        self.act = ACT2FN[c.hidden_act]
+        self.act = F.silu if c.hidden_act == "silu" else ACT2FN[c.hidden_act]  # the function itself, without a module call around it
         try:
             self.norms = [self._norms(weights, layer) for layer in range(c.num_hidden_layers)]
             self.blocks = []
             for layer in range(c.num_hidden_layers):
-                self.blocks.append(self.make_block(BlockWeights.read(weights, layer), layer, plan.dense))
+                tensors = BlockWeights.read(weights, layer)
+                self.blocks.append(self.make_block(layer, lambda name, tensors=tensors: plan.dense(*getattr(tensors, name))))
                 if progress:
                     progress((layer + 1) / c.num_hidden_layers)
             self.final_norm = weights["model.norm.weight"].to(plan.device, torch.float32)
@@ -200,10 +201,10 @@ class Decoder:
             qk_norm = torch.stack(heads)
         return norm("input_layernorm.weight"), norm("post_attention_layernorm.weight"), qk_norm
 
-    def make_block(self, tensors: BlockWeights, layer: int, make_linear) -> Block:
-        """A block of layer `layer` whose products are made by `make_linear(weight, bias)`; norms are shared, never copied."""
+    def make_block(self, layer: int, product) -> Block:
+        """A block of layer `layer` whose products are made by `product(name)`; norms are shared, never copied."""
         input_norm, post_norm, qk_norm = self.norms[layer]
-        products = {name: make_linear(*getattr(tensors, name)) for name in ("qkv", "o", "gate_up", "down")}
+        products = {name: product(name) for name in ("qkv", "o", "gate_up", "down")}
         return Block(**products, input_norm=input_norm, post_norm=post_norm, qk_norm=qk_norm)
 
     def new_cache(self, capacity: int) -> KVCache:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+HQQ_VERSION = "1"  # of the solver below: codes that another version made are made again
 P_NORM = 0.7  # |w - w'|^p is what the solver minimises; p < 1 forgives outliers
 BETA = 10.0
 KAPPA = 1.01
@@ -36,6 +37,21 @@ class Quantised:
         grouped = self.codes.view(rows, -1, self.group_size).to(torch.float32)
         grouped = (grouped - self.zeros.unsqueeze(-1)) * self.scales.unsqueeze(-1)
         return grouped.view(rows, columns).to(dtype)
+
+    def to(self, device) -> "Quantised":
+        """The same codes on another device."""
+        parts = (part.to(device) for part in (self.codes, self.scales, self.zeros))
+        return Quantised(*parts, bits=self.bits, group_size=self.group_size)
+
+    def pack(self) -> torch.Tensor:
+        """The codes without waste: two 4-bit codes a byte, the even column in the high half; 8-bit codes as they are."""
+        return (self.codes[:, 0::2] << 4) | self.codes[:, 1::2] if self.bits == 4 else self.codes
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> "Quantised":
+        """Codes from what `pack` made."""
+        codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1) if bits == 4 else packed
+        return cls(codes, scales, zeros, bits, codes.shape[1] // scales.shape[1])
 
 
 def quantise(weight: torch.Tensor, bits: int = 4, group_size: int = 64, solver: bool = True) -> Quantised:

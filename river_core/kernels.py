@@ -93,15 +93,13 @@ class Int4:
         self.scales_and_zeros = torch.stack([scales.t(), shifts.t()], dim=-1).to(torch.bfloat16).contiguous()  # [K/g, N, 2]
         self.on_cuda = device.type == "cuda"
         if self.on_cuda:
-            # Two codes a byte, the even column in the high nibble.
-            pairs = (quantised.codes[:, 0::2] << 4) | quantised.codes[:, 1::2]
             self.inner_k_tiles = next(t for t in (8, 4, 2) if columns % (16 * t) == 0)
-            self.packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), self.inner_k_tiles)
+            self.packed = torch.ops.aten._convert_weight_to_int4pack(quantised.pack().contiguous(), self.inner_k_tiles)
         else:
             self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantised.codes.to(torch.int32), 1)
         self.few_rows = FEW_ROWS_CUDA if self.on_cuda else FEW_ROWS_CPU
         # Prefill through the river needs the weights again; half a byte each, against two for a dense copy.
-        self.codes = (quantised.codes[:, 0::2] << 4) | quantised.codes[:, 1::2]
+        self.codes = quantised.pack()
 
     @property
     def nbytes(self):
@@ -212,15 +210,22 @@ class KernelPlan:
         """A backbone layer."""
         return Dense(weight.to(self.device), bias, self.dtype, self.many_dtype)
 
-    def quantised(self, weight, bias=None):
-        """A river layer: `weight` [N, K] quantised and laid out for the chosen kernel, or dequantised where it does not fit."""
-        rows, columns = weight.shape
-        codes = quantise(weight.to(self.device), self.bits, self.group_size or columns)
+    def quantise(self, weight) -> Quantised:
+        """The codes of a river layer, from its weights [N, K]."""
+        return quantise(weight.to(self.device), self.bits, self.group_size or weight.shape[1])
+
+    def river_layer(self, codes: Quantised, bias=None):
+        """A river layer laid out for the chosen kernel, or dequantised where it does not fit."""
+        rows, columns = codes.codes.shape
         if self.river == "int4" and int4_misfit(rows, columns, self.bits, codes.group_size, self.device) is None:
             return Int4(codes, bias)
         if self.river == "int8" and codes.group_size == columns:
             return Int8(codes, bias)
         return Dense(codes.dequantise(self.dtype), bias, self.dtype, self.many_dtype)
+
+    def quantised(self, weight, bias=None):
+        """A river layer from its weights [N, K]."""
+        return self.river_layer(self.quantise(weight), bias)
 
 
 def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4, group_size=64, checkpoint_dtype=None, river="auto"):

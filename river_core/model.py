@@ -178,7 +178,10 @@ def load(
         )
         decoder = _build_decoder(checkpoint, plan, report)
     clock.done("backbone")
-    river = River(decoder, checkpoint.weights, lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"))
+    # Codes are kept from one start to the next only where it is certain what they are codes of.
+    sha = checkpoint.sha256
+    store = cache_dir() / "rivers" / f"{sha[:32]}-{bits}-{plan.group_size or 'row'}.safetensors" if sha else None
+    river = River(decoder, checkpoint.weights, lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"), store)
     clock.done("river")
     report("ready", 1.0, f"{checkpoint.name} is ready")
     return Model(

@@ -1,10 +1,16 @@
 """The exit river: a quantised twin of every backbone block, writing into the same cache slots (River-LLM, section on the KV-shared exit river)."""
 
+import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from river_core.decoder import BlockWeights, Decoder
+from river_core.hqq import HQQ_VERSION, Quantised
 
 
 class River:
@@ -17,20 +23,37 @@ class River:
         decoder: the backbone, already in place.
         weights: the checkpoint's tensors under transformers' names, as for `Decoder`; quantised from there, not from the backbone's
             16-bit copy.
-        progress: called with the fraction of layers that are quantised.
+        progress: called with the fraction of layers that are in place.
+        store: a file that keeps the codes from one start to the next, or None. It is read if it fits this model and quantiser, else written.
     """
 
-    def __init__(self, decoder: Decoder, weights: dict[str, torch.Tensor], progress=None):
+    def __init__(self, decoder: Decoder, weights: dict[str, torch.Tensor], progress=None, store: Path | None = None):
         layers = range(decoder.config.num_hidden_layers)
+        plan = decoder.plan
+        kept = read_codes(store, plan.bits) if store else None
+        made: dict[str, Quantised] = {}
 
         def twin(layer):
-            return decoder.make_block(BlockWeights.read(weights, layer), layer, decoder.plan.quantised)
+            tensors = BlockWeights.read(weights, layer)
+
+            def product(name):
+                weight, bias = getattr(tensors, name)
+                key = f"{layer}.{name}"
+                codes = kept[key].to(plan.device) if kept else plan.quantise(weight)
+                if store and not kept:
+                    made[key] = codes
+                return plan.river_layer(codes, bias)
+
+            return decoder.make_block(layer, product)
 
         self.blocks = []
         for block in _in_threads(twin, layers) if decoder.device.type == "cpu" else map(twin, layers):
             self.blocks.append(block)
             if progress:
                 progress(len(self.blocks) / len(layers))
+
+        if store and not kept:
+            write_codes(store, made)
 
     @property
     def nbytes(self) -> int:
@@ -47,3 +70,40 @@ def _in_threads(work, items):
             yield from pool.map(work, items)
     finally:
         torch.set_num_threads(cores)  # PyTorch keeps one count for threads to come, and the pool's threads have set it
+
+
+def read_codes(path: Path, bits: int) -> dict[str, Quantised] | None:
+    """Codes by "layer.product" from a file that `write_codes` wrote; None if there is none, or it is damaged or of another version of the quantiser."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("hqq") != HQQ_VERSION:
+                return None
+            names = {key.removesuffix(".codes") for key in file.keys() if key.endswith(".codes")}  # noqa: SIM118 - not a dict
+            return {
+                name: Quantised.unpack(*(file.get_tensor(f"{name}.{part}") for part in ("codes", "scales", "zeros")), bits=bits)
+                for name in names
+            }
+    except (SafetensorError, OSError):
+        return None
+
+
+def write_codes(path: Path, codes: dict[str, Quantised]) -> None:
+    """Keep codes for the next start, whole or not at all; a disk without room for them is no reason to fail."""
+    tensors = {}
+    for name, quantised in codes.items():
+        tensors |= {
+            f"{name}.codes": quantised.pack().cpu(),
+            f"{name}.scales": quantised.scales.cpu(),
+            f"{name}.zeros": quantised.zeros.cpu(),
+        }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(path.parent).free < 4 * sum(tensor.nbytes for tensor in tensors.values()):
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"hqq": HQQ_VERSION})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from river_core.decoder import Decoder
 from river_core.exit_rules import Fixed, Never, Replay, Similarity, cosine
 from river_core.kernels import choose_kernels
 from river_core.kv_cache import BACKBONE, NONE, RIVER
+from river_core.river import River
 from river_core.strategies.river import RiverStrategy
 from tests.engine.test_families import run_blocks
 from tests.tiny import configs, random_model, tiny_model
@@ -196,3 +197,28 @@ def test_packed_river_agrees_with_the_dequantised_one(dtype):
     got, expected = decode(packed, Fixed(0), tokens=1, prefill="sequence"), decode(exact, Fixed(0), tokens=1, prefill="sequence")
     similarity = F.cosine_similarity(got[0][0].logits, expected[0][0].logits, dim=0)
     assert similarity > 0.999
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_kept_on_disk_make_the_same_river_and_damaged_ones_are_made_again(tiny, tmp_path, bits, monkeypatch):
+    config = configs()["llama"]
+    weights = random_model(config).state_dict()
+    plan = choose_kernels("cpu", 64, 128, torch.float32, bits=bits, group_size=32)
+    decoder = Decoder(config, weights, plan)
+    store = tmp_path / "rivers" / "codes.safetensors"
+    fresh = River(decoder, weights, store=store)
+    made = []
+    real = type(plan).quantise
+    monkeypatch.setattr(type(plan), "quantise", lambda self, w: made.append(w) or real(self, w))
+    kept = River(decoder, weights, store=store)
+    assert not made
+    for one, two in zip(fresh.blocks, kept.blocks, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            assert torch.equal(getattr(one, name).dense_weight(), getattr(two, name).dense_weight())
+    whole = store.read_bytes()
+    store.unlink()
+    store.write_bytes(whole[: len(whole) // 2])
+    again = River(decoder, weights, store=store)
+    assert len(made) == 4 * LAYERS and store.read_bytes() == whole
+    assert torch.equal(again.blocks[0].qkv.dense_weight(), fresh.blocks[0].qkv.dense_weight())
+    assert [path.name for path in store.parent.iterdir()] == [store.name]
