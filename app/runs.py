@@ -238,6 +238,9 @@ def encode_event(event: dict[str, Any]) -> str:
             "similarity": [short(value) for value in event["similarity"]],
             "top5": [[token, text, short(probability)] for token, text, probability in event["top5"]],
         }
+    elif event["type"] == "fidelity":
+        # Its rows by position and layer are for the trace; the page shows the means.
+        event = {key: event[key] for key in ("type", "lane", "start", "holes", "mean")}
     return to_json(event)
 
 

@@ -24,6 +24,7 @@ class Settings:
     seed: int
     prefill: str
     timing: str
+    mode: str = "free"
 
 
 def read_settings(
@@ -38,6 +39,7 @@ def read_settings(
     seed: float | None,
     prefill: str,
     timing: str,
+    mode: str = "free",
 ) -> Settings:
     """Check the raw values of the controls.
 
@@ -51,7 +53,7 @@ def read_settings(
     if not prompt or not prompt.strip():
         raise SettingsError("The prompt is empty. Type a question or pick an example, then press Run.")
     if not lanes:
-        raise SettingsError("No lane is switched on. Tick at least one of backbone, full 4-bit and River.")
+        raise SettingsError("No lane is switched on. Tick at least one, for example Backbone and River.")
     if max_tokens is None:
         raise SettingsError("Max tokens is empty. Give a whole number such as 96.")
     return Settings(
@@ -66,6 +68,7 @@ def read_settings(
         seed=int(seed or 0),
         prefill=prefill,
         timing=timing,
+        mode=mode,
     )
 
 

@@ -28,7 +28,23 @@ MASTHEAD = f"""
   </div>
 </header>
 """
-LANES = [("Backbone", "backbone"), ("Full 4-bit", "int4"), ("River", "river")]
+LANES = [
+    ("Backbone", "backbone"),
+    ("Full 4-bit", "int4"),
+    ("River", "river"),
+    ("River, verified", "verified"),
+    ("Recompute", "recompute"),
+    ("State propagation", "propagation"),
+    ("KV masking", "masking"),
+    ("Monotone exit", "monotone"),
+    ("Sequence-level exit", "sequence"),
+]
+FIRST_LANES = ["backbone", "int4", "river"]
+MODES = [
+    ("Each lane writes its own text", "free"),
+    ("Same text: every lane reads the backbone’s", "same-text"),
+    ("Same text, same exits: only the KV strategy differs", "same-exits"),
+]
 PRESETS = ["fast", "balanced", "careful"]
 PAGE_CSS = Path(__file__).with_name("page.css")
 
@@ -51,7 +67,8 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
                     elem_id="examples",
                 )
             with gr.Column(scale=2, min_width=300):
-                lanes = gr.CheckboxGroup(LANES, value=[value for _, value in LANES], label="Lanes", elem_id="lanes")
+                lanes = gr.CheckboxGroup(LANES, value=FIRST_LANES, label="Lanes", elem_id="lanes")
+                mode = gr.Radio(MODES, value="free", label="What is compared", elem_id="mode")
                 preset = gr.Radio(PRESETS, value="balanced", label="Exit threshold tau", interactive=False, elem_id="preset")
                 with gr.Row():
                     tau = gr.Textbox("", label="Tau", placeholder="the model’s own", max_lines=1, min_width=120, elem_id="tau")
@@ -86,13 +103,13 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
         )
 
         async def run(
-            prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, request: gr.Request
+            prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, request: gr.Request
         ) -> AsyncIterator[str]:
             session = request.session_hash or ""
             # The boxes come in the order in which they were ticked.
             lanes = [value for _, value in LANES if value in (lanes or [])]
             try:
-                settings = read_settings(prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing)
+                settings = read_settings(prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode)
                 current = runs.start(session, settings)
             except SettingsError as error:
                 current = runs.refuse(session, str(error))
@@ -110,7 +127,7 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
             value = typed_tau.strip() or f"{model.default_tau:g}"
             return gr.Radio(choices, value=value, label=label, interactive=True), value
 
-        inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing]
+        inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode]
         gr.on(
             [run_button.click, prompt.submit],
             run,

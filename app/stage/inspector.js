@@ -36,6 +36,8 @@ function exitSentence(token, lane, layers) {
   const depth = token.exit_layer;
   if (depth >= layers) return `Ran all ${layers} layers.`;
   if (depth === 0) return "Ran in the 4-bit river from the first layer on.";
+  if (lane.rule?.name === "follow") return `Left after layer ${depth}, where River left.`;
+  if (lane.rule?.name === "fixed") return `Left after layer ${depth}, as in every token.`;
   const score = token.similarity[depth - 1];
   const tau = lane.rule?.tau;
   const why = typeof score === "number" ? `similarity ${score.toFixed(4)}` : "the rule was met";
@@ -94,6 +96,19 @@ function slots(token) {
   return [bar, el("span", { class: "slot-words" }, words.join(", "))];
 }
 
+/** What only some strategies and modes have to say. */
+function extraFacts(token) {
+  const facts = [];
+  if (token.fidelity) {
+    const agrees = token.fidelity.agrees ? "the backbone’s token" : "another token than the backbone";
+    facts.push(fact("Would take", `${agrees} · KL ${token.fidelity.kl.toFixed(3)} nats`));
+  }
+  if (token.cycle) facts.push(fact("Draft", `${token.cycle.accepted} of ${token.cycle.drafted} accepted in cycle ${token.cycle.number}`));
+  if (token.pending !== undefined) facts.push(fact("Pending", `${token.pending} tokens wait for their missing layers`));
+  if (token.filled) facts.push(fact("Filled now", `slots of ${new Set(token.filled.map(([position]) => position)).size} earlier tokens`));
+  return facts;
+}
+
 function candidates(token) {
   const list = el("ol", { class: "top5" });
   for (const [id, text, probability] of token.top5) {
@@ -138,6 +153,7 @@ export function inspectorContent(run, lane, token, theme) {
       fact("Layers", `${token.exit_layer} backbone + ${token.river_layers} river`),
       fact("Engine time", `${(token.t_ns / 1e6).toFixed(2)} ms${token.from_prefill ? " (prefill)" : ""}`),
       fact("KV slots", ...slots(token)),
+      ...extraFacts(token),
     ),
     el("h4", {}, "Most likely here"),
     candidates(token),

@@ -16,6 +16,7 @@ import {
   statusLine,
   textVerdict,
   timeSpan,
+  timingWords,
 } from "./store.js";
 
 const DASH = "–";
@@ -94,6 +95,7 @@ function laneView(lane, index) {
     "article",
     { class: "column", "data-lane": lane.id },
     el("header", {}, el("h3", {}, lane.label), view.verdict),
+    lane.untrainedHead ? el("p", { class: "caution", title: lane.note }, "⚠ answers from an untrained head: expect poor text") : null,
     view.text,
   );
   return view;
@@ -223,6 +225,7 @@ export function createStage(root, { onState = () => {} } = {}) {
       }
       const span = el("span", { class: `tok d${token.exit_layer}`, "data-i": String(i) }, ...tokenNodes(token.text));
       if (token.text === "") span.classList.add("part");
+      if (token.fidelity && !token.fidelity.agrees) span.classList.add("other");
       let next = i + 1;
       while (next < view.spans.length && !view.spans[next]) next += 1;
       view.text.insertBefore(span, view.spans[next] ?? null);
@@ -328,9 +331,11 @@ export function createStage(root, { onState = () => {} } = {}) {
     frame = 0;
     const ids = [...run.lanes.keys()];
     const known = [...views.keys()];
-    if (ids.join("\n") !== known.join("\n") || views.runId !== run.runId) {
+    // A lane's label and caution come with the header, which may arrive after its first token.
+    const built = `${run.runId}/${run.header ? "with" : "without"} header`;
+    if (ids.join("\n") !== known.join("\n") || views.built !== built) {
       rebuildLanes();
-      views.runId = run.runId;
+      views.built = built;
     }
     stage.dataset.runState = run.state;
     stage.dataset.seq = String(run.seq);
@@ -341,12 +346,7 @@ export function createStage(root, { onState = () => {} } = {}) {
       notices.dataset.text = said.join("\n");
       notices.replaceChildren(...said.map((notice) => el("li", {}, notice)));
     }
-    setText(
-      timing,
-      run.header?.timing?.mode === "sequential"
-        ? "Lanes ran one after another, each on its own clock."
-        : "Each lane’s clock counts only its own steps (race).",
-    );
+    setText(timing, timingWords(run));
     drawLegend();
     drawPrompt();
     const span = timeSpan(run);

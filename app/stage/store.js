@@ -5,6 +5,14 @@ export const METHODS = {
   backbone: { label: "Backbone", about: "the original model, every layer" },
   int4: { label: "Full 4-bit", about: "every layer, weights in 4 bits" },
   river: { label: "River", about: "leaves early and goes on in 4 bits" },
+  verified: { label: "River, verified", about: "drafts in 4 bits, the backbone checks" },
+  recompute: { label: "Recompute", about: "skipped layers run later, with another token" },
+  replay: { label: "Recompute, token replay", about: "incomplete tokens are fed again" },
+  propagation: { label: "State propagation", about: "skipped slots are guessed from the exit state" },
+  masking: { label: "KV masking", about: "skipped slots stay empty" },
+  monotone: { label: "Monotone exit", about: "never deeper than the token before" },
+  skipdecode: { label: "SkipDecode schedule", about: "fewer layers with every position" },
+  sequence: { label: "Sequence-level exit", about: "one depth for the whole answer" },
 };
 
 const FINAL = new Set(["done", "failed"]);
@@ -27,6 +35,12 @@ export function newLane(id) {
     decodeNs: 0,
     prefillNs: 0,
     depthSum: 0,
+    note: "",
+    untrainedHead: false, // it answers from the LM head on a state that the model was never trained for
+    compared: 0, // decoded tokens of a run on the same text
+    agreed: 0, // ... of which the lane would have taken the backbone's
+    klSum: 0,
+    fidelity: null, // how far keys and values are from the backbone's, at the end
     end: null,
     error: null,
   };
@@ -54,9 +68,11 @@ export function applyEvent(run, event) {
         const lane = laneOf(run, about.id);
         const method = METHODS[about.method];
         lane.method = about.method;
-        lane.label = method?.label ?? about.label ?? about.id;
+        lane.label = about.label ?? method?.label ?? about.id;
         lane.about = method?.about ?? about.note ?? "";
         lane.rule = about.rule ?? null;
+        lane.note = about.note ?? "";
+        lane.untrainedHead = about.untrained_head === true;
         lanes.set(about.id, lane);
       }
       run.lanes = lanes;
@@ -73,11 +89,19 @@ export function applyEvent(run, event) {
         lane.decoded += 1;
         lane.decodeNs += event.t_ns;
         lane.depthSum += event.exit_layer;
+        if (event.fidelity) {
+          lane.compared += 1;
+          lane.agreed += event.fidelity.agrees ? 1 : 0;
+          lane.klSum += event.fidelity.kl;
+        }
       }
       break;
     }
     case "prefill":
       laneOf(run, event.lane).prefillNs ||= event.t_ns;
+      break;
+    case "fidelity":
+      laneOf(run, event.lane).fidelity = event;
       break;
     case "end":
       laneOf(run, event.lane).end = event;
@@ -175,6 +199,25 @@ export function timeSpan(run) {
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= wanted);
 }
 
+/** Whether every lane was fed the backbone's tokens. */
+export function sameText(run) {
+  return run.header?.mode === "same-text" || run.header?.mode === "same-exits";
+}
+
+/** How the lanes were timed, in words. */
+export function timingWords(run) {
+  switch (run.header?.timing?.mode) {
+    case "sequential":
+      return "Lanes ran one after another, each on its own clock.";
+    case "in step":
+      return run.header.mode === "same-exits"
+        ? "Every lane reads the backbone’s text and leaves where River left, in step; each clock counts its own steps."
+        : "Every lane reads the backbone’s text, in step; each clock counts its own steps.";
+    default:
+      return "Each lane’s clock counts only its own steps (race).";
+  }
+}
+
 /** How a lane stands, in words. */
 export function laneStatus(run, lane) {
   if (lane.end) {
@@ -193,6 +236,12 @@ export function laneStatus(run, lane) {
 export function textVerdict(run, lane) {
   const backbone = backboneOf(run);
   if (!backbone || backbone === lane || lane.count === 0) return "";
+  if (sameText(run)) {
+    if (lane.compared === 0) return "";
+    const share = `agrees on ${Math.round((100 * lane.agreed) / lane.compared)} %`;
+    const mean = lane.fidelity?.mean;
+    return mean ? `${share} · K ${mean.k_cos.toFixed(3)} V ${mean.v_cos.toFixed(3)}` : share;
+  }
   const at = firstDifference(run, lane);
   if (at >= 0) return `⚑ differs from token ${at + 1}`;
   const shared = Math.min(lane.count, backbone.count);
@@ -243,6 +292,10 @@ export function headline(run) {
   if (ratio) said.push(`${ratio.toFixed(2)}× the backbone`);
   said.push(`running ${meanDepth(lane).toFixed(1)} of its ${layers} layers per token`);
   const at = firstDifference(run, lane);
+  if (sameText(run)) {
+    const agrees = lane.compared ? `; on the backbone’s text it would have taken the same token in ${Math.round((100 * lane.agreed) / lane.compared)} % of the steps` : "";
+    return `${stopped}${said.join(", ")}${agrees}.`.replace(" wrote ", " read ");
+  }
   const texts = at >= 0 ? `the texts part at token ${at + 1}` : "the texts agree";
   return `${stopped}${said.join(", ")}${ratio ? `; ${texts}` : ""}.`;
 }

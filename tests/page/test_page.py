@@ -23,6 +23,7 @@ DEFAULTS = {
     "seed": 0,
     "prefill": "full",
     "timing": "race",
+    "mode": "free",
 }
 
 
@@ -253,3 +254,20 @@ def test_engine_time_is_not_arrival_time(visitor):
         ]
         assert sum(times) == end["decode_ns"]
         assert end["decode_ns"] / 1e9 < wall
+
+
+def test_a_comparison_on_the_same_exits_ends_with_fidelity_and_stays_small(visitor):
+    lanes = ["backbone", "river", "recompute", "propagation", "masking", "monotone", "sequence"]
+    messages = visitor.run(lanes=lanes, mode="same-exits", max_tokens=16)
+    last = messages[-1]
+    assert last["state"] == "done"
+    facts = {event["lane"]: event["mean"] for event in events_of([last], "fidelity")}
+    assert set(facts) == set(lanes) - {"backbone"}
+    assert facts["recompute"]["v_cos"] > facts["river"]["v_cos"] > max(facts["propagation"]["v_cos"], facts["masking"]["v_cos"])
+    assert len(json.dumps(last)) < 1000 * len(events_of([last], "token")) + 50_000
+
+
+def test_lanes_that_cannot_be_fed_a_text_are_refused_in_a_sentence(visitor):
+    last = visitor.run(lanes=["backbone", "verified"], mode="same-text")[-1]
+    assert last["state"] == "failed"
+    assert "makes its own tokens" in last["message"]
