@@ -17,6 +17,8 @@ from river_core.hqq import Quantised, quantise
 # Beyond this many rows the packed kernels unpack the weights again and again; one dequantised product is cheaper.
 FEW_ROWS_CPU = 4
 FEW_ROWS_CUDA = 64
+# Half-precision products grow with every row, those of the many-rows dtype hardly at all; they cross between two and three rows.
+FEW_ROWS_DENSE = 2
 
 
 class Dense:
@@ -26,14 +28,17 @@ class Dense:
         weight: [N, K]; stored in `dtype`.
         bias: [N] or None; kept in float32 and added in float32.
         dtype: dtype of the one-row product.
-        many_dtype: dtype of products of more than `FEW_ROWS_CPU` rows; weights are cast for the call.
+        many_dtype: dtype of products of more than `FEW_ROWS_DENSE` rows; weights are cast for the call,
+        keep_many: or once, and kept beside the others.
     """
 
-    def __init__(self, weight, bias=None, dtype=torch.float32, many_dtype=None):
+    def __init__(self, weight, bias=None, dtype=torch.float32, many_dtype=None, keep_many=False):
         self.weight = weight.to(dtype).contiguous()
         self.bias = None if bias is None else bias.to(torch.float32)
         self.dtype = dtype
         self.many_dtype = many_dtype or dtype
+        self.keep_many = keep_many
+        self._many: torch.Tensor | None = None
         self._tails: dict[int, Dense] = {}
 
     @property
@@ -42,7 +47,8 @@ class Dense:
 
     @property
     def nbytes(self):
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        held = (self.weight, self.bias, self._many)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def dense_weight(self, dtype=torch.float32):
         """The weights as a plain matrix [N, K] in `dtype`."""
@@ -56,10 +62,13 @@ class Dense:
         return self._tails[first]
 
     def __call__(self, x):
-        if x.shape[0] <= FEW_ROWS_CPU or self.many_dtype == self.dtype:
+        if x.shape[0] <= FEW_ROWS_DENSE or self.many_dtype == self.dtype:
             y = F.linear(x.to(self.dtype), self.weight)
         else:
-            y = F.linear(x.to(self.many_dtype), self.weight.to(self.many_dtype))
+            many = self._many if self._many is not None else self.weight.to(self.many_dtype)
+            if self.keep_many:
+                self._many = many
+            y = F.linear(x.to(self.many_dtype), many)
         return y if self.bias is None else y.to(torch.float32) + self.bias
 
 
@@ -194,6 +203,7 @@ class KernelPlan:
     dtype: of the backbone's one-row products. many_dtype: of products of many rows (prefill). kv_dtype: of the KV cache.
     river: "int4", "int8" or "dequantised". bits, group_size: of the quantiser; group_size None = one group a row.
     reasons: one sentence a decision, for `doctor` and the page. measured_us: microseconds of one product, by candidate.
+    keep_many: the backbone's weights are kept in `many_dtype` too, once a product of many rows has needed them.
     """
 
     device: torch.device
@@ -205,10 +215,11 @@ class KernelPlan:
     group_size: int | None
     reasons: tuple[str, ...] = ()
     measured_us: dict[str, float] = field(default_factory=dict)
+    keep_many: bool = False
 
     def dense(self, weight, bias=None) -> Dense:
         """A backbone layer."""
-        return Dense(weight.to(self.device), bias, self.dtype, self.many_dtype)
+        return Dense(weight.to(self.device), bias, self.dtype, self.many_dtype, self.keep_many)
 
     def quantise(self, weight) -> Quantised:
         """The codes of a river layer, from its weights [N, K]."""

@@ -12,7 +12,7 @@ from river_core.decoder import Decoder, check_supported
 from river_core.errors import InputError, LoadError
 from river_core.kernels import KernelPlan, choose_kernels
 from river_core.kv_cache import BACKBONE
-from river_core.loading import cache_dir, load_checkpoint
+from river_core.loading import available_memory, cache_dir, load_checkpoint
 from river_core.river import River
 
 # Found by looking at similarities of the default model; other models get the paper's values, which nobody calibrated for them.
@@ -169,6 +169,10 @@ def load(
     report("kernels", None, "measuring kernels on this machine")
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     plan = choose_kernels(target, config.hidden_size, config.intermediate_size, wanted, bits, group_size, river=river_kernel)
+    # Prompts, recomputation and verification multiply many rows in a dtype of their own. Where memory is plentiful the weights are cast once.
+    size = sum(tensor.numel() for tensor in checkpoint.weights.values()) * plan.many_dtype.itemsize
+    available = available_memory()
+    plan = dataclasses.replace(plan, keep_many=plan.many_dtype != plan.dtype and available is not None and 4 * size < available)
     clock.done("kernels")
     decoder = _build_decoder(checkpoint, plan, report)
     if not _finite(decoder) and dtype == "auto" and plan.dtype == torch.float16:
