@@ -1,4 +1,4 @@
-"""The command line: generate, compare, bench, doctor."""
+"""The command line: generate, compare, bench, fidelity, figures, doctor."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-from river_core.errors import RiverError
+from river_core.errors import InputError, RiverError
 
 METHOD_HELP = (
     "NAME[@RULE][:VALUE][+OPTION=VALUE], NAME one of backbone, int4, river, masking, recompute, replay, propagation, monotone, skipdecode, sequence, verified; "
@@ -90,6 +90,14 @@ def _parser():
     same.add_argument("--no-verified", action="store_true", help="leave the check of verified River out")
     same.add_argument("--json", action="store_true")
     same.set_defaults(run=_fidelity)
+
+    paper = commands.add_parser("figures", parents=[model], help="the paper's figures from runs made here: CSV files and pictures")
+    paper.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a prompt or question field")
+    paper.add_argument("--limit", type=int, help="use the first so many prompts")
+    paper.add_argument("--tokens", type=int, default=64, help="per prompt")
+    paper.add_argument("--taus", help="two thresholds, relaxed and strict (default: the model's least and greatest preset)")
+    paper.add_argument("--out", default="out/figures", metavar="FOLDER")
+    paper.set_defaults(run=_figures)
 
     doctor = commands.add_parser("doctor", parents=[model], help="print device, dtypes, kernels and why, model, cache place")
     doctor.add_argument("--json", action="store_true")
@@ -222,6 +230,7 @@ def _facts(trace) -> dict:
                 "mean_depth": run.mean_depth,
                 "first_difference": trace.first_difference(lane["id"]),
                 "agreement": trace.agreement(lane["id"]),
+                "drafts": run.drafts,
                 "kv": run.fidelity and run.fidelity["mean"] | {"holes": run.fidelity["holes"]},
             }
         )
@@ -256,6 +265,11 @@ def _summary(trace, file) -> None:
         print(f"{lane['label']:<32}{lane['tokens']:>7}{speed:>10}{up:>10}{depth:>16}  {differs}", file=file)
         if lane["message"]:
             print(f"  {lane['message']}", file=file)
+        if lane["drafts"]:
+            facts = lane["drafts"]
+            print(
+                f"  drafts: {facts['accepted']} of {facts['drafted']} accepted, {facts['tokens_per_cycle']:.2f} tokens per cycle", file=file
+            )
         if lane["agreement"] and lane["kv"]:
             print(
                 f"  on the backbone's text: top-1 agreement {lane['agreement']['top1']:.3f}, KL {lane['agreement']['kl']:.3f} nats, K cosine {lane['kv']['k_cos']:.4f}, "
@@ -339,4 +353,21 @@ def _fidelity(args) -> int:
             f"\nRiver, verified: {facts['tokens']} tokens, agreement {facts['near_tie_agreement']:.4f} under the near-tie rule (worst gap {facts['worst_gap']:.3f} logits, "
             f"the very choice {facts['exact_agreement']:.4f}); {acceptance}; speed-up {facts['speed_up']:.2f}x"
         )
+    return 0
+
+
+def _figures(args) -> int:
+    from river_core.measure.figures import figures
+    from river_core.measure.prompts import read_prompts
+
+    prompts = read_prompts(args.prompts, args.limit)
+    model = _load(args)
+    from river_core.exit_rules import check_tau
+
+    taus = None if args.taus is None else tuple(check_tau(text) for text in args.taus.split(","))
+    if taus is not None and len(taus) != 2:
+        raise InputError("--taus takes two thresholds, relaxed and strict, such as 0.95,0.98.")
+    paths = figures(model, prompts, args.out, taus=taus, tokens=args.tokens, report=lambda line: print(line, file=sys.stderr, flush=True))
+    for path in paths:
+        print(path)
     return 0

@@ -86,22 +86,24 @@ class Similarity(ExitRule):
     Args:
         tau: threshold; 2 never exits, -2 always exits at the floor.
         floor: shallowest depth that may be an exit, from 1.
+        layers: allowed exit depths; None = all.
     """
 
     name = "similarity"
 
-    def __init__(self, tau: float, floor: int = 1):
+    def __init__(self, tau: float, floor: int = 1, layers: list[int] | None = None):
         self.tau = check_tau(tau)
         self.floor = floor
+        self.layers = None if layers is None else sorted(layers)
 
     def should_exit(self, layer, h_in, h_out):
-        if layer < self.floor:
+        if layer < self.floor or (self.layers is not None and layer not in self.layers):
             return False, None
         score = cosine(h_in, h_out)
         return score > self.tau, score
 
     def describe(self):
-        return {"name": self.name, "tau": self.tau, "floor": self.floor}
+        return {"name": self.name, "tau": self.tau, "floor": self.floor, "layers": self.layers}
 
 
 class HeadRule(ExitRule):
@@ -112,13 +114,15 @@ class HeadRule(ExitRule):
         decoder: for its head.
         threshold: the score must exceed it.
         layers: allowed exit depths.
+        floor: shallowest of them that counts, from 1.
     """
 
-    def __init__(self, decoder, threshold: float, layers: list[int]):
+    def __init__(self, decoder, threshold: float, layers: list[int], floor: int = 1):
         self.decoder = decoder
         self.threshold = check_tau(threshold)
         self.layers = sorted(layers)
-        self.allowed = set(layers)
+        self.floor = floor
+        self.allowed = {layer for layer in layers if layer >= floor}
 
     def should_exit(self, layer, h_in, h_out):
         if layer not in self.allowed:
@@ -133,7 +137,7 @@ class HeadRule(ExitRule):
         raise NotImplementedError
 
     def describe(self):
-        return {"name": self.name, "threshold": self.threshold, "layers": self.layers}
+        return {"name": self.name, "threshold": self.threshold, "floor": self.floor, "layers": self.layers}
 
 
 class MaxProbability(HeadRule):

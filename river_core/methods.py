@@ -1,7 +1,7 @@
 """Methods by name: an exit rule together with a KV strategy, as users pick them.
 
 A method is written NAME[@RULE][:VALUE][+OPTION=VALUE ...], for example "river", "river:0.95", "masking@fixed:12", "recompute@margin:0.4+cap=8", "verified+k=4".
-VALUE is the rule's threshold, or its depth for the rule "fixed".
+VALUE is the rule's threshold, or its depth for the rule "fixed". Rules that test take the options floor=4 (shallowest exit) and layers=5/10/20 (allowed exits).
 """
 
 from collections.abc import Callable
@@ -75,22 +75,41 @@ METHODS = {
     ),
 }  # fmt: skip
 
-# rule name: (default value, or None = the model's tau; maker from (model, value))
+
+def _layer_list(text: str) -> list[int]:
+    return [_whole(part) for part in text.split("/")]
+
+
+# Options of the rules that test, beside those of the strategies.
+RULE_OPTIONS = {"floor": _whole, "layers": _layer_list}
+TESTING = ("similarity", "maxprob", "margin", "entropy")
+
+# rule name: (default value, or None = the model's tau; maker from (model, value, options of the rule))
 RULES = {
-    "similarity": (None, lambda model, value: Similarity(value)),
-    "maxprob": (0.8, lambda model, value: MaxProbability(model.decoder, value, head_layers(model))),
-    "margin": (0.5, lambda model, value: Margin(model.decoder, value, head_layers(model))),
-    "entropy": (0.7, lambda model, value: Entropy(model.decoder, value, head_layers(model))),
-    "fixed": (None, lambda model, value: Fixed(_depth(model, value))),
-    "never": (0.0, lambda model, value: Never(model.config.num_hidden_layers)),
-    "depth 0": (0.0, lambda model, value: Fixed(0)),
+    "similarity": (None, lambda model, value, options: Similarity(value, **options)),
+    "maxprob": (0.8, lambda model, value, options: _head_rule(MaxProbability, model, value, options)),
+    "margin": (0.5, lambda model, value, options: _head_rule(Margin, model, value, options)),
+    "entropy": (0.7, lambda model, value, options: _head_rule(Entropy, model, value, options)),
+    "fixed": (None, lambda model, value, options: Fixed(_depth(model, value))),
+    "never": (0.0, lambda model, value, options: Never(model.config.num_hidden_layers)),
+    "depth 0": (0.0, lambda model, value, options: Fixed(0)),
 }
+
+
+def _head_rule(rule, model, value, options):
+    return rule(model.decoder, value, **({"layers": head_layers(model)} | options))
 
 
 def head_layers(model) -> list[int]:
     """The depths at which rules that need the LM head may test: a quarter, a half and three quarters."""
     layers = model.config.num_hidden_layers
     return sorted({max(1, layers // 4), max(1, layers // 2), max(1, 3 * layers // 4)} - {layers})
+
+
+def _check_depths(options: dict, layers: int) -> None:
+    depths = options.get("layers", []) + ([options["floor"]] if "floor" in options else [])
+    if any(not 1 <= depth < layers for depth in depths):
+        raise InputError(f"Exit depths are 1 to {layers - 1} in this model; the last layer is no exit.")
 
 
 def _depth(model, value) -> int:
@@ -172,26 +191,31 @@ def _parse(text: str, tau: float, model, taken: list[str]) -> Method:
         number = float(model.config.num_hidden_layers // 2)
     else:
         number = tau if default is None else default
-    options = {}
+    options, rule_options = {}, {}
+    for_rule = RULE_OPTIONS if rule_name in TESTING else {}
     for pair in pairs:
         option, equals, given = pair.partition("=")
-        if option not in kind.options or not equals:
-            known = ", ".join(kind.options) or "none"
+        if option in kind.options and equals:
+            options[option] = kind.options[option](given)
+        elif option in for_rule and equals:
+            rule_options[option] = for_rule[option](given)
+        else:
+            known = ", ".join([*kind.options, *for_rule]) or "none"
             raise InputError(f"The method {name} has no option {pair[:40]!r}; its options are: {known}.")
-        options[option] = kind.options[option](given)
+    _check_depths(rule_options, model.config.num_hidden_layers)
     bits = model.plan.bits
     label = kind.label.format(bits=bits)
     extra = [f"tau {number:g}" if rule_name == "similarity" else f"{rule_name} {number:g}"] if colon or at else []
-    extra += [f"{option} {given}" for option, given in options.items()]
+    extra += [f"{option} {given}" for option, given in (options | rule_options).items()]
     method = Method(
         id=name if name not in taken else f"{name}-{taken.count(name) + 1}",
         method=name,
         label=", ".join([label, *extra]),
         note=" ".join([kind.note.format(bits=bits)] + [UNTRAINED_HEAD] * kind.leaves_through_head),
-        rule=maker(model, number).describe(),
+        rule=maker(model, number, rule_options).describe(),
         options=options,
         kind=kind,
-        make_rule=lambda: maker(model, number),
+        make_rule=lambda: maker(model, number, rule_options),
     )
     method.build(model)  # options out of range are an input error now, not a failed lane later
     return method

@@ -55,6 +55,15 @@ class LaneTrace:
         return self.decode_steps / (self.decode_ns / 1e9) if self.decode_ns else None
 
     @property
+    def drafts(self) -> dict | None:
+        """Of a lane that drafts and checks: drafts made and accepted, cycles, tokens per cycle; None for others."""
+        cycles = {token["cycle"]["number"]: token["cycle"] for token in self.tokens if "cycle" in token}
+        if not cycles:
+            return None
+        drafted, accepted = (sum(cycle[key] for cycle in cycles.values()) for key in ("drafted", "accepted"))
+        return {"drafted": drafted, "accepted": accepted, "cycles": len(cycles), "tokens_per_cycle": self.decode_steps / len(cycles)}
+
+    @property
     def mean_depth(self) -> float | None:
         """Mean exit depth of the decode steps."""
         depths = [token["exit_layer"] for token in self.tokens if not token["from_prefill"]]

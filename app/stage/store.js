@@ -37,6 +37,7 @@ export function newLane(id) {
     depthSum: 0,
     note: "",
     untrainedHead: false, // it answers from the LM head on a state that the model was never trained for
+    cycles: new Map(), // of verified River: cycle number -> { drafted, accepted }
     compared: 0, // decoded tokens of a run on the same text
     agreed: 0, // ... of which the lane would have taken the backbone's
     klSum: 0,
@@ -89,6 +90,7 @@ export function applyEvent(run, event) {
         lane.decoded += 1;
         lane.decodeNs += event.t_ns;
         lane.depthSum += event.exit_layer;
+        if (event.cycle) lane.cycles.set(event.cycle.number, event.cycle);
         if (event.fidelity) {
           lane.compared += 1;
           lane.agreed += event.fidelity.agrees ? 1 : 0;
@@ -199,6 +201,19 @@ export function timeSpan(run) {
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= wanted);
 }
 
+/** What drafting is worth, in words; `at` is the first token that differs from the backbone's, or -1. */
+function draftWords(lane, at) {
+  let drafted = 0;
+  let accepted = 0;
+  for (const cycle of lane.cycles.values()) {
+    drafted += cycle.drafted;
+    accepted += cycle.accepted;
+  }
+  const share = drafted ? `${Math.round((100 * accepted) / drafted)} % of drafts accepted` : "no drafts";
+  const pace = `${(lane.decoded / lane.cycles.size).toFixed(1)} tokens per cycle`;
+  return `${share} · ${pace}${at >= 0 ? ` · ⚑ differs from token ${at + 1}` : ""}`;
+}
+
 /** Whether every lane was fed the backbone's tokens. */
 export function sameText(run) {
   return run.header?.mode === "same-text" || run.header?.mode === "same-exits";
@@ -243,6 +258,7 @@ export function textVerdict(run, lane) {
     return mean ? `${share} · K ${mean.k_cos.toFixed(3)} V ${mean.v_cos.toFixed(3)}` : share;
   }
   const at = firstDifference(run, lane);
+  if (lane.cycles.size > 0) return draftWords(lane, at);
   if (at >= 0) return `⚑ differs from token ${at + 1}`;
   const shared = Math.min(lane.count, backbone.count);
   return shared > 0 ? `= same text, ${shared} tokens` : "";

@@ -107,14 +107,8 @@ def check_verified(model, prompts, *, tokens=64, k=None, report=print):
             time[name] += run.decode_ns
             steps[name] += run.decode_steps
         run = trace.lanes["verified"]
-        seen = set()
-        for token in run.tokens[1:]:
-            cycle = token["cycle"]
-            if cycle["number"] not in seen:
-                seen.add(cycle["number"])
-                drafted += cycle["drafted"]
-                accepted += cycle["accepted"]
-        cycles += len(seen)
+        if run.drafts:
+            drafted, accepted, cycles = drafted + run.drafts["drafted"], accepted + run.drafts["accepted"], cycles + run.drafts["cycles"]
         made += len(run.tokens)
         gaps += _gaps(model, trace.header["prompt_ids"], run.token_ids)
     speed = {name: steps[name] / (time[name] / 1e9) for name in time}

@@ -1,11 +1,14 @@
 """Measurements report what they measured; here on a tiny model, where exactness can be asked for."""
 
 import json
+import shutil
 
+import pandas as pd
 import pytest
 
 from river_core import InputError
 from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity
+from river_core.measure.figures import figures
 from river_core.measure.prompts import read_prompts
 from river_core.measure.speed import spread
 
@@ -61,3 +64,28 @@ def test_verified_river_agrees_with_the_backbone_under_the_near_tie_rule(tiny):
 
 def test_spread_is_median_least_and_greatest():
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+
+
+def test_figures_come_with_their_data(tiny, tmp_path):
+    said = []
+    paths = figures(tiny, ["Hello", "What is a river?"], tmp_path / "out", taus=(0.5, 0.9), tokens=10, report=said.append)
+    names = {path.name for path in paths}
+    tables = {
+        name: pd.read_csv(tmp_path / "out" / f"{name}.csv")
+        for name in ("exit_depths", "time_per_token", "early_similarity", "kv_by_layer", "theory_and_measured")
+    }
+    shares = tables["exit_depths"].groupby("level")["share"].sum()
+    assert shares["relaxed"] == pytest.approx(1) and shares["strict"] == pytest.approx(1)
+    assert set(tables["time_per_token"]["method"]) == set(METHODS) and (tables["time_per_token"]["ms_per_token"] > 0).all()
+    scatter = tables["early_similarity"]
+    assert scatter["pearson_r"].iloc[0] == pytest.approx(scatter["similarity"].corr(scatter["last_v_cosine"]))
+    assert len(scatter) == 18  # two prompts, nine decode steps each
+    layers = tables["kv_by_layer"]
+    exact = layers[layers["method"] == "recompute"]
+    assert exact["cosine"].to_numpy() == pytest.approx([1.0] * len(exact), abs=1e-4)
+    theory = tables["theory_and_measured"].dropna(subset="at_most")
+    assert (theory["at_most"] == 6 / theory["depth"]).all()
+    pictures = [path for path in paths if path.suffix in (".svg", ".html")]
+    assert len(pictures) == 5 and "run.json" in names
+    if shutil.which("chromium"):
+        assert all(path.suffix == ".svg" and path.read_text().startswith("<svg") for path in pictures), said

@@ -141,9 +141,11 @@ def test_an_end_token_inside_a_draft_ends_the_answer_there(tiny):
     ("text", "rule", "options"),
     [
         ("masking@fixed:2", {"name": "fixed", "depth": 2}, {}),
-        ("recompute:0.9+cap=8", {"name": "similarity", "tau": 0.9, "floor": 1}, {"cap": 8}),
-        ("propagation@margin:0.4", {"name": "margin", "threshold": 0.4, "layers": [1, 3, 4]}, {}),
-        ("sequence+depth=2+head=balcony", {"name": "similarity", "tau": 0.7, "floor": 1}, {"depth": 2, "head": "balcony"}),
+        ("recompute:0.9+cap=8", {"name": "similarity", "tau": 0.9, "floor": 1, "layers": None}, {"cap": 8}),
+        ("propagation@margin:0.4", {"name": "margin", "threshold": 0.4, "floor": 1, "layers": [1, 3, 4]}, {}),
+        ("river:0.5+floor=2+layers=2/4", {"name": "similarity", "tau": 0.5, "floor": 2, "layers": [2, 4]}, {}),
+        ("masking@entropy+layers=3+floor=2", {"name": "entropy", "threshold": 0.7, "floor": 2, "layers": [3]}, {}),
+        ("sequence+depth=2+head=balcony", {"name": "similarity", "tau": 0.7, "floor": 1, "layers": None}, {"depth": 2, "head": "balcony"}),
     ],
 )
 def test_methods_are_written_with_rule_value_and_options(tiny, text, rule, options):
@@ -161,6 +163,9 @@ def test_methods_are_written_with_rule_value_and_options(tiny, text, rule, optio
         ("recompute+cap", "no option 'cap'"),
         ("recompute+cup=3", "no option 'cup=3'"),
         ("recompute+cap=few", "not a whole number"),
+        ("river+floor=0", "1 to 5"),
+        ("river+layers=2/6", "1 to 5"),
+        ("river@fixed:2+floor=2", "no option 'floor=2'"),
         ("sequence+head=brass", "lens or balcony"),
         ("sequence+depth=0", "1 to 6"),
         ("skipdecode+n_min=0", "SkipDecode needs"),
@@ -169,3 +174,11 @@ def test_methods_are_written_with_rule_value_and_options(tiny, text, rule, optio
 def test_methods_that_make_no_sense_get_a_sentence(tiny, text, says):
     with pytest.raises(InputError, match=says):
         parse_methods([text], None, tiny)
+
+
+def test_a_floor_and_allowed_depths_bound_the_exits(tiny):
+    lanes = Trace.from_events(
+        compare(tiny, "Hello", ("river:-2+floor=3", "river:-2+layers=2/5", "masking@margin:-1+floor=2"), max_new_tokens=6)
+    ).lanes
+    depths = {name: {t["exit_layer"] for t in lane.tokens[1:]} for name, lane in lanes.items()}
+    assert depths == {"river": {3}, "river-2": {2}, "masking": {3}}

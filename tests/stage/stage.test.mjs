@@ -110,3 +110,39 @@ test("more layers mean a greater distance from the page, and text always stands 
 test("there is a rule for every depth in both themes", () => {
   assert.equal(depthRules(30).split("\n").length, 62);
 });
+
+test("on the same text a lane is judged by the tokens it would have taken, and by its cache", () => {
+  const message = {
+    run_id: "same",
+    seq: 1,
+    state: "running",
+    message: null,
+    queue: null,
+    events: [
+      { type: "run", header: { ...header, mode: "same-text", timing: { mode: "in step" } } },
+      token("backbone", 0, 1, 4),
+      token("river", 0, 1, 2),
+      { ...token("river", 1, 2, 2), fidelity: { agrees: true, kl: 0.1, choice: 2 } },
+      { ...token("river", 2, 3, 2), fidelity: { agrees: false, kl: 0.3, choice: 9 } },
+    ],
+  };
+  let run = applyMessage(newRun(), message, new Set());
+  assert.equal(textVerdict(run, run.lanes.get("river")), "agrees on 50 %");
+  const mean = { k_cos: 0.9971, v_cos: 0.9784 };
+  run = applyMessage(run, { ...message, seq: 2, events: [{ type: "fidelity", lane: "river", mean }] }, new Set());
+  assert.equal(textVerdict(run, run.lanes.get("river")), "agrees on 50 % · K 0.997 V 0.978");
+});
+
+test("a lane that drafts says what its drafts are worth, counting every cycle once", () => {
+  const cycle = (number, drafted, accepted) => ({ cycle: { number, drafted, accepted, place: 0 } });
+  const events = [
+    { type: "run", header: { ...header, lanes: [header.lanes[0], { id: "verified", method: "verified" }] } },
+    token("backbone", 0, 1, 4),
+    token("verified", 0, 1, 4),
+    { ...token("verified", 1, 2, 4), ...cycle(1, 3, 1) },
+    { ...token("verified", 2, 3, 4), ...cycle(1, 3, 1) },
+    { ...token("verified", 3, 4, 4), ...cycle(2, 1, 1) },
+  ];
+  const run = applyMessage(newRun(), { run_id: "v", seq: 1, state: "running", message: null, queue: null, events }, new Set());
+  assert.equal(textVerdict(run, run.lanes.get("verified")), "50 % of drafts accepted · 1.5 tokens per cycle");
+});
