@@ -14,6 +14,15 @@ from river_core.measure.fidelity import METHODS, fidelity
 from river_core.trace import Trace
 
 LEVELS = ("relaxed", "strict")
+COLOURS = [
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#444444",
+]  # Okabe and Ito: apart in the common colour-vision deficiencies
 
 
 def figures(model, prompts, folder, *, taus=None, tokens=64, report=print) -> list[Path]:
@@ -172,21 +181,22 @@ def draw(tables, folder: Path, card, report) -> list[Path]:
     note = f"{card['model']['name']}, {card['prompts']} prompts, {card['dtype']}, {card['device_name']}"
     similarity = tables["early_similarity"]
     theory = tables["theory_and_measured"]
+    times = tables["time_per_token"].assign(agreement=lambda table: table["top1_agreement"].map("agrees {:.2f}".format))
     drawn = {
         "exit_depths": px.bar(
-            tables["exit_depths"], x="exit_layer", y="share", color="level", barmode="group", title="Where tokens leave the backbone",
+            tables["exit_depths"], x="exit_layer", y="share", color="level", barmode="group", color_discrete_sequence=COLOURS, title="Where tokens leave the backbone",
             labels={"exit_layer": "exit depth (layers)", "share": "share of tokens"},
         ),
         "time_per_token": px.bar(
-            tables["time_per_token"], x="label", y="ms_per_token", color="level", barmode="group", title="Time per token, same text and same exits",
-            labels={"label": "", "ms_per_token": "ms per token (engine time)"}, hover_data=["top1_agreement", "v_cosine"],
+            times, x="label", y="ms_per_token", color="level", barmode="group", color_discrete_sequence=COLOURS, title="Time per token, same text and same exits",
+            labels={"label": "", "ms_per_token": "ms per token (engine time)"}, text="agreement",
         ),
         "early_similarity": px.scatter(
             similarity, x="similarity", y="last_v_cosine", title=f"Early similarity and last-layer values, r = {similarity['pearson_r'].iloc[0]:.3f} ({len(similarity)} tokens)",
             labels={"similarity": f"similarity after layer {similarity['layer'].iloc[0]}", "last_v_cosine": "V cosine in the last layer"}, opacity=0.5,
         ),
         "kv_by_layer": px.line(
-            tables["kv_by_layer"], x="layer", y="cosine", color="label", facet_col="cache", facet_row="level", title="Keys and values against the backbone's, same exits",
+            tables["kv_by_layer"], x="layer", y="cosine", color="label", color_discrete_sequence=COLOURS, facet_col="cache", facet_row="level", title="Keys and values against the backbone's, same exits",
             labels={"label": ""},
         ),
     }  # fmt: skip
@@ -203,8 +213,10 @@ def draw(tables, folder: Path, card, report) -> list[Path]:
         lines.add_scatter(x=rows["skipped"], y=rows["measured"], name=f"{method}, measured", mode="lines+markers", error_y=spread)
     drawn["theory_and_measured"] = lines
     for figure in drawn.values():
-        figure.update_layout(template="plotly_white", font={"family": "sans-serif"}, margin={"b": 90})
-        figure.add_annotation(text=note, xref="paper", yref="paper", x=0, y=-0.24, showarrow=False, font={"size": 10, "color": "#666"})
+        figure.update_layout(template="plotly_white", colorway=COLOURS, font={"family": "sans-serif"}, margin={"b": 110})
+        figure.add_annotation(
+            text=note, xref="paper", yref="paper", x=0, y=0, yshift=-85, showarrow=False, font={"size": 10, "color": "#666"}
+        )
     paths = [folder / f"{name}.svg" for name in drawn]
     try:
         plotly.io.write_images(fig=list(drawn.values()), file=[str(path) for path in paths], width=960, height=600)
