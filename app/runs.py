@@ -239,8 +239,9 @@ def encode_event(event: dict[str, Any]) -> str:
             "top5": [[token, text, short(probability)] for token, text, probability in event["top5"]],
         }
     elif event["type"] == "fidelity":
-        # Its rows by position and layer are for the trace; the page shows the means.
-        event = {key: event[key] for key in ("type", "lane", "start", "holes", "mean")}
+        # By position and layer; three digits are what the page shows, and a third of the bytes.
+        rows = {key: [[round(value, 3) for value in row] for row in event[key]] for key in ("k_cos", "v_cos", "k_err", "v_err")}
+        event = event | rows
     return to_json(event)
 
 

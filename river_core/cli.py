@@ -10,7 +10,7 @@ from river_core.errors import InputError, RiverError
 
 METHOD_HELP = (
     "NAME[@RULE][:VALUE][+OPTION=VALUE], NAME one of backbone, int4, river, masking, recompute, replay, propagation, monotone, skipdecode, sequence, verified; "
-    "RULE one of similarity, maxprob, margin, entropy, fixed, never; for example river:0.95, masking@fixed:12, recompute+cap=8, verified+k=4"
+    "RULE one of similarity, maxprob, margin, entropy, fixed, replay, never; for example river:0.95, masking@fixed:12, recompute+cap=8, verified+k=4"
 )
 
 

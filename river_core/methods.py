@@ -1,14 +1,15 @@
 """Methods by name: an exit rule together with a KV strategy, as users pick them.
 
 A method is written NAME[@RULE][:VALUE][+OPTION=VALUE ...], for example "river", "river:0.95", "masking@fixed:12", "recompute@margin:0.4+cap=8", "verified+k=4".
-VALUE is the rule's threshold, or its depth for the rule "fixed". Rules that test take the options floor=4 (shallowest exit) and layers=5/10/20 (allowed exits).
+VALUE is the rule's threshold, or its depth for the rule "fixed". Rules that test take the options floor=4 (shallowest exit) and layers=5/10/20 (allowed exits); the rule "replay" takes
+depths=6/3/5, one for every token from the prompt's on (the last one holds).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from river_core.errors import InputError
-from river_core.exit_rules import Entropy, ExitRule, Fixed, Margin, MaxProbability, Never, Similarity, check_tau
+from river_core.exit_rules import Entropy, ExitRule, Fixed, Margin, MaxProbability, Never, Replay, Similarity, check_tau
 from river_core.strategies import Strategy
 from river_core.strategies.masking import MaskingStrategy
 from river_core.strategies.monotone import MonotoneStrategy, SkipDecodeStrategy
@@ -82,6 +83,7 @@ def _layer_list(text: str) -> list[int]:
 
 # Options of the rules that test, beside those of the strategies.
 RULE_OPTIONS = {"floor": _whole, "layers": _layer_list}
+REPLAY_OPTIONS = {"depths": _layer_list}
 TESTING = ("similarity", "maxprob", "margin", "entropy")
 
 # rule name: (default value, or None = the model's tau; maker from (model, value, options of the rule))
@@ -91,6 +93,7 @@ RULES = {
     "margin": (0.5, lambda model, value, options: _head_rule(Margin, model, value, options)),
     "entropy": (0.7, lambda model, value, options: _head_rule(Entropy, model, value, options)),
     "fixed": (None, lambda model, value, options: Fixed(_depth(model, value))),
+    "replay": (0.0, lambda model, value, options: Replay(options.get("depths", [model.config.num_hidden_layers]))),
     "never": (0.0, lambda model, value, options: Never(model.config.num_hidden_layers)),
     "depth 0": (0.0, lambda model, value, options: Fixed(0)),
 }
@@ -108,6 +111,8 @@ def head_layers(model) -> list[int]:
 
 def _check_depths(options: dict, layers: int) -> None:
     depths = options.get("layers", []) + ([options["floor"]] if "floor" in options else [])
+    if any(not 0 <= depth <= layers for depth in options.get("depths", [])):
+        raise InputError(f"Depths to replay are 0 to {layers} in this model.")
     if any(not 1 <= depth < layers for depth in depths):
         raise InputError(f"Exit depths are 1 to {layers - 1} in this model; the last layer is no exit.")
 
@@ -192,7 +197,7 @@ def _parse(text: str, tau: float, model, taken: list[str]) -> Method:
     else:
         number = tau if default is None else default
     options, rule_options = {}, {}
-    for_rule = RULE_OPTIONS if rule_name in TESTING else {}
+    for_rule = RULE_OPTIONS if rule_name in TESTING else REPLAY_OPTIONS if rule_name == "replay" else {}
     for pair in pairs:
         option, equals, given = pair.partition("=")
         if option in kind.options and equals:

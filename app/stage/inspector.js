@@ -1,7 +1,7 @@
 // The docked card about one token. Text of the prompt and of the model enters the page through textContent only.
 
 import { css, depthColour } from "./ramp.js";
-import { layersOf } from "./store.js";
+import { layersOf, slotFidelity } from "./store.js";
 
 /** A DOM element with attributes and children; strings become text nodes, null children are left out. */
 export function el(tag, attributes = {}, ...children) {
@@ -97,8 +97,18 @@ function slots(token) {
 }
 
 /** What only some strategies and modes have to say. */
-function extraFacts(token) {
+function extraFacts(token, lane) {
   const facts = [];
+  const close = slotFidelity(lane, token);
+  if (close) {
+    facts.push(
+      fact(
+        "Against the backbone",
+        `K cosine ${close.kCos.toFixed(3)}, V ${close.vCos.toFixed(3)}; relative error K ${close.kErr.toFixed(2)}, V ${close.vErr.toFixed(2)}; ` +
+          `V is furthest off in layer ${close.layer} (${close.least.toFixed(3)})`,
+      ),
+    );
+  }
   if (token.fidelity) {
     const agrees = token.fidelity.agrees ? "the backbone’s token" : "another token than the backbone";
     facts.push(fact("Would take", `${agrees} · KL ${token.fidelity.kl.toFixed(3)} nats`));
@@ -153,7 +163,7 @@ export function inspectorContent(run, lane, token, theme) {
       fact("Layers", `${token.exit_layer} backbone + ${token.river_layers} river`),
       fact("Engine time", `${(token.t_ns / 1e6).toFixed(2)} ms${token.from_prefill ? " (prefill)" : ""}`),
       fact("KV slots", ...slots(token)),
-      ...extraFacts(token),
+      ...extraFacts(token, lane),
     ),
     el("h4", {}, "Most likely here"),
     candidates(token),

@@ -214,6 +214,26 @@ function draftWords(lane, at) {
   return `${share} · ${pace}${at >= 0 ? ` · ⚑ differs from token ${at + 1}` : ""}`;
 }
 
+/**
+ * How close the cache slots that a token's step wrote are to the backbone's, over the layers: mean cosines and relative errors of K and V, and
+ * the layer where V is furthest off. Null for prompt positions, for runs on texts of their own, and before the lane has ended.
+ */
+export function slotFidelity(lane, token) {
+  const at = lane.fidelity ? token.position - lane.fidelity.start : -1;
+  const v = lane.fidelity?.v_cos?.[at];
+  if (!v) return null;
+  const mean = (name) => lane.fidelity[name][at].reduce((sum, value) => sum + value, 0) / v.length;
+  const least = Math.min(...v);
+  return {
+    kCos: mean("k_cos"),
+    vCos: mean("v_cos"),
+    kErr: mean("k_err"),
+    vErr: mean("v_err"),
+    least,
+    layer: v.indexOf(least) + 1,
+  };
+}
+
 /** Whether every lane was fed the backbone's tokens. */
 export function sameText(run) {
   return run.header?.mode === "same-text" || run.header?.mode === "same-exits";

@@ -145,6 +145,7 @@ def test_an_end_token_inside_a_draft_ends_the_answer_there(tiny):
         ("propagation@margin:0.4", {"name": "margin", "threshold": 0.4, "floor": 1, "layers": [1, 3, 4]}, {}),
         ("river:0.5+floor=2+layers=2/4", {"name": "similarity", "tau": 0.5, "floor": 2, "layers": [2, 4]}, {}),
         ("masking@entropy+layers=3+floor=2", {"name": "entropy", "threshold": 0.7, "floor": 2, "layers": [3]}, {}),
+        ("masking@replay+depths=6/2/3", {"name": "replay", "depths": [6, 2, 3]}, {}),
         ("sequence+depth=2+head=balcony", {"name": "similarity", "tau": 0.7, "floor": 1, "layers": None}, {"depth": 2, "head": "balcony"}),
     ],
 )
@@ -166,6 +167,7 @@ def test_methods_are_written_with_rule_value_and_options(tiny, text, rule, optio
         ("river+floor=0", "1 to 5"),
         ("river+layers=2/6", "1 to 5"),
         ("river@fixed:2+floor=2", "no option 'floor=2'"),
+        ("masking@replay+depths=7", "0 to 6"),
         ("sequence+head=brass", "lens or balcony"),
         ("sequence+depth=0", "1 to 6"),
         ("skipdecode+n_min=0", "SkipDecode needs"),

@@ -11,6 +11,7 @@ import {
   meanDepth,
   newRun,
   ordinal,
+  slotFidelity,
   speed,
   speedUp,
   statusLine,
@@ -145,4 +146,15 @@ test("a lane that drafts says what its drafts are worth, counting every cycle on
   ];
   const run = applyMessage(newRun(), { run_id: "v", seq: 1, state: "running", message: null, queue: null, events }, new Set());
   assert.equal(textVerdict(run, run.lanes.get("verified")), "50 % of drafts accepted · 1.5 tokens per cycle");
+});
+
+test("the slots of a token are compared layer by layer, and only where there is something to compare", () => {
+  const fidelity = { start: 10, k_cos: [[1, 0.9]], v_cos: [[1, 0.5]], k_err: [[0, 0.2]], v_err: [[0, 0.6]] };
+  const lane = { fidelity };
+  const close = slotFidelity(lane, { position: 10 });
+  assert.equal(close.kCos.toFixed(3), "0.950");
+  assert.equal(close.vErr.toFixed(3), "0.300");
+  assert.deepEqual([close.least, close.layer], [0.5, 2]);
+  assert.equal(slotFidelity(lane, { position: 9 }), null);
+  assert.equal(slotFidelity({ fidelity: null }, { position: 10 }), null);
 });
