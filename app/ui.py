@@ -37,7 +37,7 @@ LANES = [
     ("State propagation", "propagation"),
     ("KV masking", "masking"),
     ("Monotone exit", "monotone"),
-    ("Sequence-level exit", "sequence"),
+    ("Sequence-level exit", "sequence@fixed"),  # by tau one dissimilar prompt token keeps the whole answer at full depth
 ]
 FIRST_LANES = ["backbone", "int4", "river"]
 MODES = [

@@ -202,7 +202,7 @@ export function timeSpan(run) {
 }
 
 /** What drafting is worth, in words; `at` is the first token that differs from the backbone's, or -1. */
-function draftWords(lane, at) {
+function draftWords(lane, backbone, at) {
   let drafted = 0;
   let accepted = 0;
   for (const cycle of lane.cycles.values()) {
@@ -211,7 +211,20 @@ function draftWords(lane, at) {
   }
   const share = drafted ? `${Math.round((100 * accepted) / drafted)} % of drafts accepted` : "no drafts";
   const pace = `${(lane.decoded / lane.cycles.size).toFixed(1)} tokens per cycle`;
-  return `${share} · ${pace}${at >= 0 ? ` · ⚑ differs from token ${at + 1}` : ""}`;
+  return `${share} · ${pace}${at >= 0 ? ` · ⚑ ${differenceWords(lane, backbone, at)}` : ""}`;
+}
+
+const NEAR_TIE = 0.25; // logits: two units in the last place of bfloat16 at the size that logits have
+
+/** Up to the first difference both texts are the same, so the backbone's own candidates tell how far apart the two choices were. */
+function differenceWords(lane, backbone, at) {
+  const chance = (id) => backbone.tokens[at].top5.find(([candidate]) => candidate === id)?.[2];
+  const own = chance(backbone.tokens[at].id);
+  const other = chance(lane.tokens[at].id);
+  const gap = own && other ? Math.log(own / other) : Infinity;
+  return Math.abs(gap) <= NEAR_TIE
+    ? `near tie at token ${at + 1}: ${gap.toFixed(2)} logits apart, decided by rounding`
+    : `differs from token ${at + 1}`;
 }
 
 /**
@@ -278,7 +291,7 @@ export function textVerdict(run, lane) {
     return mean ? `${share} · K ${mean.k_cos.toFixed(3)} V ${mean.v_cos.toFixed(3)}` : share;
   }
   const at = firstDifference(run, lane);
-  if (lane.cycles.size > 0) return draftWords(lane, at);
+  if (lane.cycles.size > 0) return draftWords(lane, backbone, at);
   if (at >= 0) return `⚑ differs from token ${at + 1}`;
   const shared = Math.min(lane.count, backbone.count);
   return shared > 0 ? `= same text, ${shared} tokens` : "";

@@ -158,3 +158,21 @@ test("the slots of a token are compared layer by layer, and only where there is 
   assert.equal(slotFidelity(lane, { position: 9 }), null);
   assert.equal(slotFidelity({ fidelity: null }, { position: 10 }), null);
 });
+
+test("a draft lane that differs where the backbone was undecided is called a near tie, and elsewhere a difference", () => {
+  const verdict = (probabilities) => {
+    const backbone = { ...token("backbone", 1, 7, 4), top5: [[7, "a", probabilities[0]], [8, "b", probabilities[1]]] };
+    const verified = { ...token("verified", 1, 8, 4), cycle: { number: 1, drafted: 1, accepted: 1, place: 0 } };
+    const events = [
+      { type: "run", header: { ...header, lanes: [header.lanes[0], { id: "verified", method: "verified" }] } },
+      token("backbone", 0, 1, 4),
+      token("verified", 0, 1, 4),
+      backbone,
+      verified,
+    ];
+    const run = applyMessage(newRun(), { run_id: "n", seq: 1, state: "running", message: null, queue: null, events }, new Set());
+    return textVerdict(run, run.lanes.get("verified"));
+  };
+  assert.match(verdict([0.41, 0.4]), /near tie at token 2: 0.02 logits apart/);
+  assert.match(verdict([0.8, 0.1]), /differs from token 2$/);
+});
