@@ -67,7 +67,7 @@ class Strategy:
             cache: empty, with room for them.
             mode: "full", or "sequence" where the strategy has its own way of leaving for a whole prompt.
         """
-        states, _ = self.run_backbone(token_ids, 0, cache)
+        states, _, _ = self.run_backbone(token_ids, 0, cache)
         cache.length = len(token_ids)
         return Step(self.decoder.head(states[-1][-1:])[0], self.last, self.last, 0, hidden_states=states)
 
@@ -80,6 +80,12 @@ class Strategy:
         step = self.step(token_id, position, index, cache)
         step.token = sampler(step.logits)
         return [step]
+
+    def leave(self, states: list[torch.Tensor], scores: dict[int, float], position: int, cache: KVCache) -> Step:
+        """The step of a token that answers from its exit state and goes no further."""
+        depth = len(states) - 1
+        cache.length = position + 1
+        return Step(self.exit_logits(states[-1][-1:], depth), depth, depth, 0, scores=scores, hidden_states=states)
 
     def exit_logits(self, state: torch.Tensor, layer: int) -> torch.Tensor:
         """The original head on the output [1, d] of block `layer`; logits [V]. Taken from the exit rule if its test made them."""
@@ -96,8 +102,8 @@ class Strategy:
         """Backbone blocks over some rows until the rule says leave, `cap` blocks ran, or all of them did.
 
         Returns:
-            hidden states before the first block and after every block, and the rule's scores by layer. The depth is one less than
-            the number of states.
+            hidden states before the first block and after every block, the rule's scores by layer, and the `Rows` of this call, with which further
+            blocks can go on. The depth is one less than the number of states.
         """
         decoder = self.decoder
         limit = self.last if cap is None else min(cap, self.last)
@@ -113,4 +119,4 @@ class Strategy:
                     scores[layer + 1] = score
                 if leave:
                     break
-        return states, scores
+        return states, scores, rows

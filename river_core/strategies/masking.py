@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from river_core.kv_cache import KVCache
-from river_core.strategies import Step, Strategy
+from river_core.strategies import Strategy
 
 
 class CompactCache(KVCache):
@@ -102,7 +102,5 @@ class MaskingStrategy(Strategy):
         return CompactCache(decoder.config, capacity, decoder.plan.kv_dtype, decoder.device)
 
     def step(self, token_id, position, index, cache):
-        states, scores = self.run_backbone([token_id], position, cache, self.rule, index)
-        depth = len(states) - 1
-        cache.length = position + 1
-        return Step(self.exit_logits(states[-1], depth), depth, depth, 0, scores=scores, hidden_states=states)
+        states, scores, _ = self.run_backbone([token_id], position, cache, self.rule, index)
+        return self.leave(states, scores, position, cache)

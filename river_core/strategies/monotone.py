@@ -18,10 +18,9 @@ class MonotoneStrategy(Strategy):
         self.cap = self.last
 
     def step(self, token_id, position, index, cache):
-        states, scores = self.run_backbone([token_id], position, cache, self.rule, index, cap=self.cap)
-        self.cap = depth = len(states) - 1
-        cache.length = position + 1
-        return Step(self.exit_logits(states[-1], depth), depth, depth, 0, scores=scores, hidden_states=states)
+        states, scores, _ = self.run_backbone([token_id], position, cache, self.rule, index, cap=self.cap)
+        self.cap = len(states) - 1
+        return self.leave(states, scores, position, cache)
 
 
 class SkipDecodeStrategy(Strategy):

@@ -5,17 +5,14 @@ error grows with the distance. Logits come from the original head on the exit st
 """
 
 from river_core.kv_cache import PROPAGATED
-from river_core.strategies import Step, Strategy
+from river_core.strategies import Strategy
 
 
 class PropagationStrategy(Strategy):
     """Blocks 1..e in the backbone; for the rest only norm and the key and value projections of h^e."""
 
     def step(self, token_id, position, index, cache):
-        states, scores = self.run_backbone([token_id], position, cache, self.rule, index)
-        depth = len(states) - 1
-        rows = self.decoder.rows(position, 1, cache)
-        for layer in range(depth, self.last):
+        states, scores, rows = self.run_backbone([token_id], position, cache, self.rule, index)
+        for layer in range(len(states) - 1, self.last):
             self.decoder.write_keys_values(self.decoder.blocks[layer], layer, states[-1], rows, cache, PROPAGATED)
-        cache.length = position + 1
-        return Step(self.exit_logits(states[-1], depth), depth, depth, 0, scores=scores, hidden_states=states)
+        return self.leave(states, scores, position, cache)

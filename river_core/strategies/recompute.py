@@ -10,7 +10,7 @@ and the rows at work in a layer are always a contiguous run of positions that en
 import torch
 
 from river_core.kv_cache import BACKBONE
-from river_core.strategies import Step, Strategy
+from river_core.strategies import Strategy
 
 CAP = 16  # pending tokens after which a token runs the whole backbone and completes them all
 
@@ -27,7 +27,6 @@ class RecomputeStrategy(Strategy):
         self.cap = cap
         # Positions that left before the last layer, ascending: [position, depth, hidden state [1, d]].
         self.pending: list[list] = []
-        self.longest_pending = 0
 
     def step(self, token_id, position, index, cache):
         return self._run(token_id, position, index, cache, force=self.cap is not None and len(self.pending) >= self.cap)
@@ -62,9 +61,8 @@ class RecomputeStrategy(Strategy):
         self.pending = [entry for entry in self.pending if entry[1] < last]
         if depth < last:
             self.pending.append([position, depth, hidden[-1:]])
-        self.longest_pending = max(self.longest_pending, len(self.pending))
-        cache.length = position + 1
-        step = Step(self.exit_logits(hidden[-1:], depth), depth, layers_run, 0, scores=scores, hidden_states=states)
+        step = self.leave(states, scores, position, cache)
+        step.layers_run = layers_run
         step.filled = _merge(filled)
         step.facts = {"pending": len(self.pending)}
         return step
@@ -97,14 +95,13 @@ class TokenReplayStrategy(Strategy):
         self.cap = cap
         self.tokens: list[tuple[int, int]] = []  # pending (position, token id), ascending
         self.reached: dict[int, int] = {}
-        self.longest_pending = 0
 
     def step(self, token_id, position, index, cache):
         force = self.cap is not None and len(self.tokens) >= self.cap
         self.tokens.append((position, token_id))
         first = self.tokens[0][0]
         rule = None if force else self.rule
-        states, scores = self.run_backbone([token for _, token in self.tokens], first, cache, _LastRow(rule), index)
+        states, scores, _ = self.run_backbone([token for _, token in self.tokens], first, cache, _LastRow(rule), index)
         depth = len(states) - 1
         filled = []
         for earlier, _ in self.tokens[:-1]:
@@ -113,12 +110,10 @@ class TokenReplayStrategy(Strategy):
                 filled.append((earlier, reached, depth, BACKBONE))
                 self.reached[earlier] = depth
         self.reached[position] = depth
-        layers_run = depth * len(self.tokens)
+        step = self.leave(states, scores, position, cache)
+        step.layers_run = depth * len(self.tokens)
         if depth == self.last:
             self.tokens = []
-        self.longest_pending = max(self.longest_pending, len(self.tokens))
-        cache.length = position + 1
-        step = Step(self.exit_logits(states[-1][-1:], depth), depth, layers_run, 0, scores=scores, hidden_states=states)
         step.filled = filled
         step.facts = {"pending": len(self.tokens)}
         return step

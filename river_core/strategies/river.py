@@ -20,12 +20,10 @@ class RiverStrategy(Strategy):
 
     def _run(self, token_ids, start, index, cache, rule) -> Step:
         decoder, last = self.decoder, self.last
-        states, scores = self.run_backbone(token_ids, start, cache, rule, index)
+        states, scores, rows = self.run_backbone(token_ids, start, cache, rule, index)
         depth = len(states) - 1
-        if depth < last:
-            rows = decoder.rows(start, len(token_ids), cache)
-            for layer in range(depth, last):
-                states.append(decoder.run_block(self.river.blocks[layer], layer, states[-1], rows, cache, RIVER))
+        for layer in range(depth, last):
+            states.append(decoder.run_block(self.river.blocks[layer], layer, states[-1], rows, cache, RIVER))
         cache.length = start + len(token_ids)
         logits = decoder.head(states[-1][-1:])[0]
         return Step(logits, depth, depth, last - depth, scores=scores, hidden_states=states)

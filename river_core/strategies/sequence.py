@@ -31,20 +31,19 @@ class SequenceStrategy(Strategy):
 
     def prefill(self, token_ids, cache, mode="full"):
         rule, cap = (self.rule, None) if self.depth is None else (None, self.depth)
-        states, scores = self.run_backbone(token_ids, 0, cache, rule, 0, cap)
+        states, scores, rows = self.run_backbone(token_ids, 0, cache, rule, 0, cap)
         self.depth = len(states) - 1
-        return self._answer(token_ids, 0, states, scores, cache)
+        return self._answer(rows, states, scores, cache)
 
     def step(self, token_id, position, index, cache):
-        states, _ = self.run_backbone([token_id], position, cache, None, index, cap=self.depth)
-        return self._answer([token_id], position, states, {}, cache)
+        states, _, rows = self.run_backbone([token_id], position, cache, None, index, cap=self.depth)
+        return self._answer(rows, states, {}, cache)
 
-    def _answer(self, token_ids, start, states, scores, cache):
+    def _answer(self, rows, states, scores, cache):
         decoder, state, layers = self.decoder, states[-1], self.depth
         if self.head == "balcony" and self.depth < self.last:
-            rows = decoder.rows(start, len(token_ids), cache)
             state = decoder.run_block(decoder.blocks[-1], self.last - 1, state, rows, cache, PROPAGATED)
             layers += 1
-        cache.length = start + len(token_ids)
+        cache.length = rows.stop
         logits = decoder.head(state[-1:])[0]
         return Step(logits, self.depth, layers, 0, scores=scores, hidden_states=states)

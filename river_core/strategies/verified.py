@@ -50,7 +50,7 @@ class VerifiedStrategy(Strategy):
             drafts.append(token)
             beliefs.append(logits)
         rows = [token_id, *drafts]
-        states, _ = self.run_backbone(rows, position, cache)  # overwrites the drafts' slots layer by layer, before that layer attends
+        states, _, _ = self.run_backbone(rows, position, cache)  # overwrites the drafts' slots layer by layer, before that layer attends
         logits = decoder.head(states[-1])  # [k + 1, V]
         tokens, accepted = _judge(drafts, beliefs, logits, sampler)
         cache.length = position + accepted + 1
