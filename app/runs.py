@@ -75,11 +75,9 @@ class Run:
         The text is plain ASCII without `<`: unpaired surrogates stay escapes, and no reader can take it for markup.
         """
         with self._lock:
-            events, state = self._events[start:], self._state
+            events, state = self._events[start:], self.state
             message, seq = self._message, self._seq
             self._seq += 1
-        if self.stop.is_set() and state not in FINAL:
-            state = "stopping"
         head = {"run_id": self.id, "seq": seq, "state": state, "message": message, "queue": queue, "from": start}
         text = f'{to_json(head)[:-1]},"events":[{",".join(events)}]}}'
         return text, start + len(events)

@@ -105,6 +105,16 @@ def _parser():
     return parser
 
 
+def _names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _say(line: str) -> None:
+    """Progress goes to standard error; standard output is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def _load(args):
     from river_core.model import load
 
@@ -184,7 +194,7 @@ def _compare(args) -> int:
     from river_core.generate import compare
     from river_core.trace import Trace
 
-    methods = [name.strip() for name in args.methods.split(",") if name.strip()]
+    methods = _names(args.methods)
     with Progress() as progress:
         total = None
         events, made = [], 0
@@ -287,14 +297,14 @@ def _bench(args) -> int:
     from river_core.measure.speed import bench, format_bench
 
     model = _load(args)
-    methods = tuple(name.strip() for name in args.methods.split(",") if name.strip())
+    methods = _names(args.methods)
     result = bench(
         model,
         methods=methods,
         tokens=args.tokens,
         repeats=args.repeats,
         peer=not args.no_peer,
-        report=lambda line: print(line, file=sys.stderr, flush=True),
+        report=_say,
     )
     print(json.dumps(result, indent=1) if args.json else format_bench(result))
     return 0
@@ -330,14 +340,11 @@ def _fidelity(args) -> int:
     prompts = read_prompts(args.prompts, args.limit)
     model = _load(args)
 
-    def report(line):
-        print(line, file=sys.stderr, flush=True)
-
-    methods = tuple(name.strip() for name in args.methods.split(",") if name.strip())
-    result = fidelity(model, prompts, methods=methods, tau=args.tau, tokens=args.tokens, mode=args.mode, report=report)
+    methods = _names(args.methods)
+    result = fidelity(model, prompts, methods=methods, tau=args.tau, tokens=args.tokens, mode=args.mode, report=_say)
     del result["traces"]
     if not args.no_verified:
-        result["verified"] = check_verified(model, prompts, tokens=args.tokens, report=report)
+        result["verified"] = check_verified(model, prompts, tokens=args.tokens, report=_say)
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -367,7 +374,7 @@ def _figures(args) -> int:
     taus = None if args.taus is None else tuple(check_tau(text) for text in args.taus.split(","))
     if taus is not None and len(taus) != 2:
         raise InputError("--taus takes two thresholds, relaxed and strict, such as 0.95,0.98.")
-    paths = figures(model, prompts, args.out, taus=taus, tokens=args.tokens, report=lambda line: print(line, file=sys.stderr, flush=True))
+    paths = figures(model, prompts, args.out, taus=taus, tokens=args.tokens, report=_say)
     for path in paths:
         print(path)
     return 0

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from river_core.errors import LoadError
 from river_core.kernels import KernelPlan
-from river_core.kv_cache import KVCache, Slots
+from river_core.kv_cache import BACKBONE, KVCache, Slots
 from river_core.rope import Rope, Rotation
 
 SUPPORTED_MODEL_TYPES = {
@@ -293,6 +293,14 @@ class Decoder:
         mask = rows.masks[window]
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return attended.squeeze(0).transpose(0, 1).reshape(rows.count, -1)
+
+    def forward(self, token_ids: list[int], start: int, cache: KVCache) -> torch.Tensor:
+        """The plain loop: all backbone blocks over T tokens at positions from `start` on -> hidden states [T, d], float32."""
+        rows, hidden_states = self.rows(start, len(token_ids), cache), self.embed(token_ids)
+        for layer, block in enumerate(self.blocks):
+            hidden_states = self.run_block(block, layer, hidden_states, rows, cache, BACKBONE)
+        cache.length = rows.stop
+        return hidden_states
 
     def head(self, hidden_state: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: the last block's output [T, d] -> logits [T, V], float32."""

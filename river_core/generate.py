@@ -131,17 +131,16 @@ def _race(model, methods, prompt_ids, max_new_tokens, sampling, prefill, sequent
                 yield lane.end("stop")
             yield {"type": "done", "reason": "stop"}
             return
-        failed: list[Lane] = []
         if waiting and not (sequential and running):
             lane = Lane(model, waiting.pop(0), prompt_ids, max_new_tokens, sampling, prefill)
             running.append(lane)
-            events = lane.guarded(lambda lane=lane: lane.prefill(shared), failed)
+            events = lane.guarded(lane.prefill, shared)
         else:
             lane = running[0] if sequential else min(running, key=lambda candidate: candidate.clock_ns)
-            events = lane.guarded(lane.step, failed)
+            events = lane.guarded(lane.step)
         if lane.finished:
             running.remove(lane)
-            if not failed:
+            if not lane.failed:
                 events.append(lane.end(lane.finished))
         yield from events
     yield {"type": "done", "reason": "finished"}
@@ -149,17 +148,16 @@ def _race(model, methods, prompt_ids, max_new_tokens, sampling, prefill, sequent
 
 def _lanes_in_step(model, methods, prompt_ids, max_new_tokens, sampling, prefill, same_exits, header):
     """Lanes for a comparison on the same text; with `same_exits`, strategies that can leave where River left. Their rules go into the header."""
-    lanes, depths, leader = [], {}, None
+    lanes, leader = [], None
     for method in order(methods):
         rule = None
         if same_exits and leader is not None and method.kind.follows:
-            rule = Follow(depths, leader.id)
+            rule = Follow(leader.depths, leader.id)
             entry = next(lane for lane in header["lanes"] if lane["id"] == method.id)
             entry["rule"] = rule.describe()
         lane = Lane(model, method, prompt_ids, max_new_tokens, sampling, prefill, rule)
         if same_exits and leader is None and method.method == "river":
             leader = lane
-            lane.record_depths(depths)
         lanes.append(lane)
     return lanes
 

@@ -234,12 +234,8 @@ class KernelPlan:
             return Int8(codes, bias)
         return Dense(codes.dequantise(self.dtype), bias, self.dtype, self.many_dtype)
 
-    def quantised(self, weight, bias=None):
-        """A river layer from its weights [N, K]."""
-        return self.river_layer(self.quantise(weight), bias)
 
-
-def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4, group_size=64, checkpoint_dtype=None, river="auto"):
+def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4, group_size=64, river="auto"):
     """Pick dtypes and kernels by measuring products of the model's own shape on this machine (under a second).
 
     Args:
@@ -248,7 +244,6 @@ def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4,
         dtype: "auto", or a torch dtype that is taken as given. float32 selects the exact mode, where the river multiplies
             dequantised float32 weights.
         bits, group_size: of the river's quantiser. 8 bits take one group a row, whatever the group size, where the int8 kernel runs.
-        checkpoint_dtype: the dtype of the weights on disk; a GPU runs it as it is.
         river: "auto", "int4", "int8" or "dequantised".
 
     Returns:

@@ -52,7 +52,7 @@ class Lane:
         self.decode_ns = 0
         self.finished: str | None = None
         self.last_logits: torch.Tensor | None = None
-        self.depths: dict[int, int] = {}
+        self.depths: dict[int, int] = {}  # exit depth by token index, for lanes that follow this one
 
     def prefill(self, shared: "SharedPrefill", leader: "Lane | None" = None) -> list[dict]:
         """Feed the prompt, or take over the pass that another lane made; returns the prefill event and the first token's.
@@ -97,10 +97,6 @@ class Lane:
         self.last_logits = steps[-1].logits
         return events
 
-    def record_depths(self, depths: dict[int, int]) -> None:
-        """Write the exit depth of every step into `depths`, by token index, for lanes that follow this one."""
-        self.depths = depths
-
     def follow(self, leader: "Lane") -> list[dict]:
         """Take the step that the leader has just taken, fed the same token; the event says how this lane's scores compare."""
         index = len(self.token_ids)
@@ -122,12 +118,15 @@ class Lane:
         stop = min(self.cache.length, leader.cache.length)
         return {"type": "fidelity", "lane": self.id, **kv_fidelity(self.cache, leader.cache, start, stop)}
 
-    def guarded(self, work, failed: list) -> list[dict]:
-        """Run a piece of this lane's work; if it fails, note that and return the events that say so. The other lanes go on."""
+    @property
+    def failed(self) -> bool:
+        return self.finished == "error"
+
+    def guarded(self, work, *args) -> list[dict]:
+        """Run a piece of this lane's work; if it fails, close the lane and return the events that say so. The other lanes go on."""
         try:
-            return work()
+            return work(*args)
         except (RiverError, RuntimeError, MemoryError) as error:
-            failed.append(self)
             message = self._explain(error)
             return [{"type": "error", "lane": self.id, "message": message}, self.end("error", message)]
 

@@ -34,6 +34,7 @@ from transformers.utils import logging
 
 from river_core.default_model import GGUF_SHA256, NAME, default_gguf, need_disk, sha256_of
 from river_core.errors import LoadError
+from river_core.files import appears_whole
 
 # Not by the environment variable: huggingface_hub reads that when it is first imported, which may be long before this line.
 hub_constants.HF_HUB_DISABLE_TELEMETRY = True
@@ -374,9 +375,8 @@ def _known_sha256(path: Path, cache: Path, report) -> str:
         known = {}
     if key not in known:
         known[key] = sha256_of(path, lambda f: report("weights", f, f"checking {path.name}, {round(100 * f)} %"))
-        part = memory.with_name(f".sha256.{os.getpid()}.partial")
-        part.write_text(json.dumps(known))
-        os.replace(part, memory)
+        with appears_whole(memory) as partial:
+            partial.write_text(json.dumps(known))
     return known[key]
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from river_core.decoder import Decoder, check_supported
+from river_core.decoder import Decoder, DecoderConfig, check_supported
 from river_core.errors import InputError, LoadError
 from river_core.kernels import KernelPlan, choose_kernels
-from river_core.kv_cache import BACKBONE
 from river_core.loading import available_memory, cache_dir, load_checkpoint
 from river_core.river import River
 
@@ -157,8 +156,8 @@ def load(
     clock.done("weights")
     config, notes = checkpoint.config, list(checkpoint.notes)
     # Fused matrices have three input widths: d, the attention heads, and the intermediate size; groups must divide all of them.
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    widths = (config.hidden_size, config.num_attention_heads * head_dim, config.intermediate_size)
+    sizes = DecoderConfig.from_transformers(config)
+    widths = (sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim, sizes.intermediate_size)
     fitting = [g for g in (group_size, 64, 32, 16, 8) if g <= group_size and all(w % g == 0 for w in widths)]
     if bits == 4 and not fitting:
         raise LoadError(f"No group size divides the layer widths {widths} of this model, so its river cannot be quantised.")
@@ -215,13 +214,8 @@ def _finite(decoder) -> bool:
     """Whether a few tokens go through the backbone without overflow; also warms the kernels up, many rows and one."""
     ids = [(7 + 31 * i) % decoder.config.vocab_size for i in range(16)]
     cache = decoder.new_cache(len(ids) + 1)
-    for start, tokens in ((0, ids), (len(ids), ids[:1])):
-        rows, hidden = decoder.rows(start, len(tokens), cache), decoder.embed(tokens)
-        for layer, block in enumerate(decoder.blocks):
-            hidden = decoder.run_block(block, layer, hidden, rows, cache, BACKBONE)
-        if not bool(decoder.head(hidden[-1:]).isfinite().all()):
-            return False
-    return True
+    passes = decoder.forward(ids, 0, cache), decoder.forward(ids[:1], len(ids), cache)
+    return all(bool(decoder.head(hidden[-1:]).isfinite().all()) for hidden in passes)
 
 
 class _StageClock:

@@ -1,6 +1,5 @@
 """The exit river: a quantised twin of every backbone block, writing into the same cache slots (River-LLM, section on the KV-shared exit river)."""
 
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from river_core.decoder import BlockWeights, Decoder
+from river_core.files import appears_whole
 from river_core.hqq import HQQ_VERSION, Quantised
 
 
@@ -101,9 +101,5 @@ def write_codes(path: Path, codes: dict[str, Quantised]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(path.parent).free < 4 * sum(tensor.nbytes for tensor in tensors.values()):
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with appears_whole(path) as partial:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"hqq": HQQ_VERSION})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -104,25 +104,24 @@ def same_text(lanes, shared, stop):
         stop: callable () -> bool.
     """
     backbone, followers = lanes[0], list(lanes[1:])
-    failed = []
     reason = "finished"
     for lane in lanes:
         if stop():
             reason = "stop"
             break
-        yield from lane.guarded(lambda lane=lane: lane.prefill(shared, None if lane is backbone else backbone), failed)
+        yield from lane.guarded(lane.prefill, shared, None if lane is backbone else backbone)
     while not backbone.finished and reason == "finished" and backbone.token_ids:
         if stop():
             reason = "stop"
             break
-        yield from backbone.guarded(backbone.step, failed)
+        yield from backbone.guarded(backbone.step)
         for lane in followers:
-            if lane not in failed and backbone not in failed:
-                yield from lane.guarded(lambda lane=lane: lane.follow(backbone), failed)
+            if not lane.failed and not backbone.failed:
+                yield from lane.guarded(lane.follow, backbone)
     for lane in lanes:
-        if lane in failed:
+        if lane.failed:
             continue
-        if lane is not backbone and lane.cache is not None and backbone.cache is not None and backbone not in failed:
+        if lane is not backbone and lane.cache is not None and backbone.cache is not None and not backbone.failed:
             yield lane.fidelity(backbone)
         yield lane.end("stop" if reason == "stop" else backbone.finished or "error")
     yield {"type": "done", "reason": reason}

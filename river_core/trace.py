@@ -6,12 +6,12 @@ A run is a stream of events (dicts, JSON-ready); a trace is the same run put in 
 import gzip
 import json
 import math
-import os
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from river_core.errors import RiverError
+from river_core.files import appears_whole
 
 TRACE_VERSION = 1
 MAX_BYTES = 256 << 20  # of JSON after decompression: a bomb is refused, a run of many lanes and thousands of tokens is not
@@ -137,14 +137,11 @@ class Trace:
         """Write the trace as JSON; gzipped if the name ends in .gz. The file appears whole or not at all."""
         path = Path(path)
         data = json.dumps(self.to_dict(), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data)
-            os.replace(partial, path)
+            with appears_whole(path) as partial:
+                partial.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data)
         except OSError as error:
             raise TraceError(f"The trace could not be written to {path}: {error.strerror}.") from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path) -> "Trace":

@@ -5,7 +5,6 @@ import statistics
 import torch
 
 from river_core.generate import compare
-from river_core.kv_cache import BACKBONE
 from river_core.trace import Trace
 
 METHODS = ("backbone", "river", "int4", "recompute", "propagation", "masking", "monotone")
@@ -129,9 +128,6 @@ def _gaps(model, prompt_ids, token_ids):
     decoder = model.decoder
     fed = [*prompt_ids, *token_ids[:-1]]
     cache = decoder.new_cache(len(fed))
-    rows, hidden = decoder.rows(0, len(fed), cache), decoder.embed(fed)
-    for layer, block in enumerate(decoder.blocks):
-        hidden = decoder.run_block(block, layer, hidden, rows, cache, BACKBONE)
-    logits = decoder.head(hidden[len(prompt_ids) - 1 :])
+    logits = decoder.head(decoder.forward(fed, 0, cache)[len(prompt_ids) - 1 :])
     own = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0]
     return (logits.max(-1).values - own).tolist()

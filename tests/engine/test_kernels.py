@@ -68,7 +68,7 @@ def test_shapes_that_the_int4_kernel_cannot_take_are_refused_in_a_sentence(rows,
 def test_where_no_kernel_fits_a_plain_dequantised_product_is_used():
     plan = choose_kernels("cpu", 64, 100, torch.bfloat16, group_size=32)  # 100 outputs are no multiple of 16
     w = torch.randn(100, 64)
-    layer = plan.quantised(w)
+    layer = plan.river_layer(plan.quantise(w))
     assert isinstance(layer, Dense)
     torch.testing.assert_close(layer.dense_weight(), quantise(w, 4, 32).dequantise(torch.bfloat16).float())
     assert any("dequantised" in reason for reason in plan.reasons)
@@ -86,9 +86,9 @@ def test_auto_picks_the_dtypes_that_it_measured_fastest():
 
 def test_eight_bits_use_the_int8_kernel_with_one_group_a_row():
     plan = choose_kernels("cpu", 128, 256, torch.bfloat16, bits=8, river="int8")
-    assert isinstance(plan.quantised(torch.randn(32, 128)), Int8)
+    assert isinstance(plan.river_layer(plan.quantise(torch.randn(32, 128))), Int8)
     grouped = choose_kernels("cpu", 128, 256, torch.bfloat16, bits=8, river="dequantised")
-    assert isinstance(grouped.quantised(torch.randn(32, 128)), Dense)
+    assert isinstance(grouped.river_layer(grouped.quantise(torch.randn(32, 128))), Dense)
 
 
 @pytest.mark.gpu
