@@ -43,11 +43,16 @@ class LaneTrace:
     @property
     def decode_ns(self) -> int:
         """Engine time of all decode steps; the first token came from the prompt and is not among them."""
-        return sum(token["t_ns"] for token in self.tokens if not token["from_prefill"])
+        return sum(token["t_ns"] for token in self.steps)
+
+    @property
+    def steps(self) -> list[dict]:
+        """The tokens that a decode step made: all but the first, which came from the prompt."""
+        return [token for token in self.tokens if not token["from_prefill"]]
 
     @property
     def decode_steps(self) -> int:
-        return sum(not token["from_prefill"] for token in self.tokens)
+        return len(self.steps)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -66,7 +71,7 @@ class LaneTrace:
     @property
     def mean_depth(self) -> float | None:
         """Mean exit depth of the decode steps."""
-        depths = [token["exit_layer"] for token in self.tokens if not token["from_prefill"]]
+        depths = [token["exit_layer"] for token in self.steps]
         return sum(depths) / len(depths) if depths else None
 
 
@@ -120,7 +125,7 @@ class Trace:
 
     def agreement(self, lane_id: str) -> dict | None:
         """Of a run on the same text: share of decode steps whose choice is the backbone's, and mean KL divergence; None in other runs."""
-        steps = [t["fidelity"] for t in self.lanes[lane_id].tokens if "fidelity" in t and not t["from_prefill"]]
+        steps = [token["fidelity"] for token in self.lanes[lane_id].steps if "fidelity" in token]
         if not steps:
             return None
         return {"top1": sum(s["agrees"] for s in steps) / len(steps), "kl": sum(s["kl"] for s in steps) / len(steps)}

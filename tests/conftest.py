@@ -7,6 +7,16 @@ from tests.tiny import tiny_model
 
 
 @pytest.fixture(scope="session")
+def page_server(default_model):
+    """The page with the real default model, launched once for all suites that visit it."""
+    from tests.page.server import serve  # Gradio is not imported for the engine's tests
+
+    page = serve(lambda progress: default_model)
+    yield page
+    page.demo.close()
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """A tiny random Llama with its river, float32."""
     return tiny_model()

@@ -46,9 +46,9 @@ def fidelity(model, prompts, *, methods=METHODS, tau=None, tokens=64, mode="same
 def summarise(traces, lane_id: str) -> dict:
     """One lane over several traces on the same text."""
     runs = [trace.lanes[lane_id] for trace in traces]
-    steps = [token for run in runs for token in run.tokens if not token["from_prefill"]]
+    steps = [token for run in runs for token in run.steps]
     result = {
-        "tokens_per_second": len(steps) / (sum(token["t_ns"] for token in steps) / 1e9) if steps else None,
+        "tokens_per_second": len(steps) / (sum(run.decode_ns for run in runs) / 1e9) if steps else None,
         "mean_depth": statistics.fmean(token["exit_layer"] for token in steps) if steps else None,
     }
     facts = [token["fidelity"] for token in steps if "fidelity" in token]

@@ -83,16 +83,12 @@ def _sweep(model, prompts, tokens, report) -> dict[int, list[Trace]]:
     return runs
 
 
-def _steps(trace, lane):
-    return [token for token in trace.lanes[lane].tokens if not token["from_prefill"]]
-
-
 def exit_depths(levels, taus) -> pd.DataFrame:
     """How many tokens left River's backbone at each depth, by level."""
     rows = []
     for (level, result), tau in zip(levels.items(), taus, strict=True):
         layers = result["run_card"]["model"]["n_layers"]
-        depths = [token["exit_layer"] for trace in result["traces"] for token in _steps(trace, "river")]
+        depths = [token["exit_layer"] for trace in result["traces"] for token in trace.lanes["river"].steps]
         rows += [
             {"level": level, "tau": tau, "exit_layer": d, "tokens": depths.count(d), "share": depths.count(d) / len(depths)}
             for d in range(1, layers + 1)
@@ -118,7 +114,7 @@ def early_similarity(sweep) -> pd.DataFrame:
     rows = []
     for number, trace in enumerate(sweep[depth]):
         fact = trace.lanes["river"].fidelity
-        for token in _steps(trace, "backbone"):
+        for token in trace.lanes["backbone"].steps:
             place = token["position"] - fact["start"]
             if place < len(fact["v_cos"]):
                 rows.append(

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.page.server import serve
-
 ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -21,13 +19,6 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-
-
-@pytest.fixture(scope="session")
-def page_server(default_model):
-    page = serve(lambda progress: default_model)
-    yield page
-    page.demo.close()
 
 
 def missing(reason: str):
