@@ -1,4 +1,4 @@
-"""The command line: generate, compare, bench, fidelity, figures, doctor."""
+"""The command line: generate, compare, record, bench, fidelity, figures, doctor."""
 
 import argparse
 import json
@@ -70,6 +70,13 @@ def _parser():
     many.add_argument("--timing", default="race", help="race (lanes in turn) or sequential")
     many.set_defaults(run=_compare)
 
+    keep = commands.add_parser("record", parents=[model], help="run recipes and keep the traces as recordings for the page")
+    keep.add_argument("recipes", metavar="FILE", help="JSON list of recipes, such as assets/recordings/recipes.json")
+    keep.add_argument("--only", metavar="SLUGS", help="comma-separated: make only these")
+    keep.add_argument("--repeats", type=int, default=3, help="runs of a recipe, of which the middle one is kept")
+    keep.add_argument("--out", metavar="FOLDER", help="default: the folder of the recipes")
+    keep.set_defaults(run=_record)
+
     speed = commands.add_parser("bench", parents=[model], help="measure decoding speed against transformers")
     speed.add_argument("--tokens", type=int, default=128)
     speed.add_argument("--repeats", type=int, default=5)
@@ -103,6 +110,32 @@ def _parser():
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _record(args) -> int:
+    from pathlib import Path
+
+    from river_core.measure.record import read_recipes, record
+
+    recipes = list(enumerate(read_recipes(args.recipes), 1))
+    wanted = _names(args.only or "")
+    unknown = set(wanted) - {recipe["slug"] for _, recipe in recipes}
+    if unknown:
+        raise InputError(f"There is no recipe {', '.join(sorted(unknown))} in {args.recipes}.")
+    if args.repeats < 1:
+        raise InputError("A recording needs at least one run.")
+    out = Path(args.out) if args.out else Path(args.recipes).parent
+    out.mkdir(parents=True, exist_ok=True)
+    loaded = _load(args)
+    for number, recipe in recipes:
+        if wanted and recipe["slug"] not in wanted:
+            continue
+        path = out / f"{number:02d}-{recipe['slug']}.json.gz"
+        _say(f"recording {path}")
+        trace = record(loaded, recipe, args.repeats, f"python -m river_core record {args.recipes} --only {recipe['slug']}")
+        trace.save(path)
+        _summary(trace, sys.stdout)
+    return 0
 
 
 def _names(text: str) -> tuple[str, ...]:

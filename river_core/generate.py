@@ -9,6 +9,7 @@ import torch
 from river_core.errors import InputError
 from river_core.lane import Lane, SharedPrefill
 from river_core.methods import Method, parse_methods
+from river_core.model import peak_memory
 from river_core.same_text import Follow, order, same_text
 from river_core.same_text import check as check_same_text
 from river_core.sampling import Sampling
@@ -115,6 +116,8 @@ def compare(
             event = next(run, None)
         if event is None:
             return
+        if event["type"] == "done":
+            event["memory"] = peak_memory(model.plan.device)
         yield event
 
 
@@ -193,13 +196,14 @@ def _header(model, prompt, prompt_ids, methods, max_new_tokens, sampling, chat, 
         "model": {
             "name": facts["model"], "source": facts["source"], "revision": facts["revision"], "sha256": facts["sha256"],
             "architecture": facts["architecture"], "n_layers": facts["n_layers"], "hidden_size": facts["hidden_size"],
+            "num_key_value_heads": model.config.num_key_value_heads, "head_dim": model.config.head_dim,
             "context_length": facts["context_length"], "calibrated": model.calibrated,
         },
         "device": facts["device"], "device_name": facts["device_name"], "threads": facts["threads"],
         "dtype": facts["dtype"], "prefill_dtype": facts["prefill_dtype"], "kv_dtype": facts["kv_dtype"],
         "kernels": {"river": facts["river_kernel"], "products": facts["river_products"], "reasons": facts["reasons"]},
         "quantiser": facts["quantiser"],
-        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"]},
+        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes},
         "prompt": prompt, "chat": chat, "prompt_ids": list(prompt_ids), "prompt_pieces": pieces(model.tokenizer, prompt_ids),
         "max_new_tokens": max_new_tokens, "sampler": sampling.describe(), "seed": sampling.seed, "prefill": prefill,
         "timing": {"mode": timing, "protocol": TIMING[timing], "repeats": 1,

@@ -15,6 +15,7 @@ from river_core.text import TextStream, token_text
 from river_core.trace import rounded
 
 TOP = 5
+PROMPT_SIMILARITIES = 1 << 16  # similarities of prompt tokens that a trace takes; those of longer prompts are left out
 
 
 class LaneError(RiverError):
@@ -53,6 +54,7 @@ class Lane:
         self.finished: str | None = None
         self.last_logits: torch.Tensor | None = None
         self.depths: dict[int, int] = {}  # exit depth by token index, for lanes that follow this one
+        self.split: dict[str, int] | None = None  # nanoseconds by part of the work that was timed last
 
     def prefill(self, shared: "SharedPrefill", leader: "Lane | None" = None) -> list[dict]:
         """Feed the prompt, or take over the pass that another lane made; returns the prefill event and the first token's.
@@ -64,17 +66,22 @@ class Lane:
         reused = sharing and shared.cache is not None
         if reused:
             self.cache.copy_prefix(shared.cache)
-            step, elapsed = shared.step, shared.elapsed_ns
+            step, elapsed, self.split = shared.step, shared.elapsed_ns, shared.split
         else:
             step, elapsed = self._timed(lambda: self.strategy.prefill(self.prompt_ids, self.cache, self.prefill_mode))
             if sharing:
-                shared.cache, shared.step, shared.elapsed_ns = self.cache.snapshot(), step, elapsed
+                shared.cache, shared.step, shared.elapsed_ns, shared.split = self.cache.snapshot(), step, elapsed, self.split
         step.token = self.sampler(step.logits)
         if leader is not None:
             self._compare(step, leader)
         self.last_logits = step.logits
         self.clock_ns += elapsed
-        event = {"type": "prefill", "lane": self.id, "t_ns": elapsed, "exit_layer": step.exit_layer, "shared": reused}
+        event = {
+            "type": "prefill", "lane": self.id, "t_ns": elapsed, "exit_layer": step.exit_layer, "shared": reused,
+            "kv": self.cache.runs(len(self.prompt_ids) - 1),
+        }  # fmt: skip
+        if not reused and len(self.prompt_ids) * self.model.config.num_hidden_layers <= PROMPT_SIMILARITIES:
+            event["similarity"] = self._similarities(step, slice(None))
         return [event, self._accept(step, elapsed, from_prefill=True)]
 
     def step(self) -> list[dict]:
@@ -84,6 +91,8 @@ class Lane:
         room = self.max_new_tokens - index
         steps, elapsed = self._timed(lambda: self.strategy.advance(self.token_ids[-1], position, index, self.cache, self.sampler, room))
         self.clock_ns += elapsed
+        if self.split and len(steps) > 1:
+            self.split = {part: ns // len(steps) for part, ns in self.split.items()}
         events = []
         for i, step in enumerate(steps):
             if self.finished:
@@ -145,16 +154,29 @@ class Lane:
         rest = self.stream.rest()
         return {
             "type": "end", "lane": self.id, "reason": reason, "tokens": len(self.token_ids), "decode_ns": self.decode_ns,
-            "rest": rest, "text": self.stream.written + rest, "message": message,
+            "rest": rest, "text": self.stream.written + rest, "message": message, "kv_bytes": self.cache.nbytes if self.cache else 0,
         }  # fmt: skip
 
     def _timed(self, work):
         """Do some decoding, token draws included, and measure it as engine time."""
+        self.strategy.marks.clear()
         self._synchronise()
         start = time.perf_counter_ns()
         result = work()
         self._synchronise()
-        return result, time.perf_counter_ns() - start
+        elapsed = time.perf_counter_ns() - start
+        self.split = self._split(start)
+        return result, elapsed
+
+    def _split(self, start: int) -> dict[str, int] | None:
+        """Nanoseconds by part since `start`, from the strategy's marks; None on a GPU, whose work is only begun when a mark is set."""
+        if self.model.plan.device.type != "cpu":
+            return None
+        parts = dict.fromkeys(("backbone", "river", "head"), 0)
+        for part, at in self.strategy.marks:
+            parts[part] += at - start
+            start = at
+        return parts
 
     def _synchronise(self):
         if self.model.plan.device.type == "cuda":
@@ -180,21 +202,23 @@ class Lane:
             # An end token closes the answer and is no part of it.
             "text": "" if self.finished == "eos" else self.stream.push(token),
             "t_ns": elapsed, "from_prefill": from_prefill, "position": position,
+            **({"split": {f"{part}_ns": ns for part, ns in self.split.items()}} if self.split else {}),
             "exit_layer": step.exit_layer, "layers_run": step.layers_run, "river_layers": step.river_layers,
-            "similarity": self._similarities(step), "tested": len(step.scores),
+            "similarity": self._similarities(step, slice(-1, None))[0], "tested": len(step.scores),
             "top5": [[i, token_text(self.model.tokenizer, i), rounded(p)] for i, p in candidates],
             "kv": self.cache.runs(position),
             **({"filled": [[p, a, b, OWNER_NAMES[owner]] for p, a, b, owner in step.filled]} if step.filled else {}),
             **step.facts,
         }  # fmt: skip
 
-    def _similarities(self, step: Step) -> list[float | None]:
-        """cos(input, output) of every block that ran, for the row that was decoded; None above. Made after the clock stopped."""
-        states = torch.cat([state[-1:] for state in step.hidden_states])  # [blocks + 1, d]
-        values = F.cosine_similarity(states[:-1], states[1:], dim=-1).tolist()
-        found: list[float | None] = [None] * self.model.config.num_hidden_layers
-        for layer, value in zip(step.layers or range(len(values)), values, strict=True):
-            found[layer] = rounded(value)
+    def _similarities(self, step: Step, rows: slice) -> list[list[float | None]]:
+        """By row and layer: cos(input, output) of every block that ran, None for the others. Made after the clock stopped."""
+        states = torch.stack([state[rows] for state in step.hidden_states])  # [blocks + 1, rows, d]
+        values = F.cosine_similarity(states[:-1], states[1:], dim=-1).t()
+        found: list[list[float | None]] = [[None] * self.model.config.num_hidden_layers for _ in values]
+        for row, cosines in zip(found, values.tolist(), strict=True):
+            for layer, value in zip(step.layers or range(len(cosines)), cosines, strict=True):
+                row[layer] = rounded(value)
         return found
 
 
@@ -205,3 +229,4 @@ class SharedPrefill:
         self.cache = None
         self.step = None
         self.elapsed_ns = 0
+        self.split = None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,11 @@ class Model:
     def context_length(self) -> int:
         """Positions that the model was made for."""
         return self.config.max_position_embeddings
+
+    @property
+    def kv_slot_bytes(self) -> int:
+        """Bytes of the keys and values of one layer at one position."""
+        return 2 * self.config.num_key_value_heads * self.config.head_dim * self.plan.kv_dtype.itemsize
 
     @property
     def calibrated(self) -> bool:
@@ -280,3 +286,15 @@ def available_cores() -> int:
         if quota != "max":
             cores = min(cores, max(1, round(int(quota) / int(period))))
     return int(os.environ.get("CPU_CORES") or cores) if os.environ.get("SPACE_ID") else cores
+
+
+def peak_memory(device: torch.device) -> dict | None:
+    """The most memory used so far: {"peak_bytes", "of": "device" (allocated on the GPU) or "process" (resident)}; None where the system does not say."""
+    if device.type == "cuda":
+        return {"peak_bytes": torch.cuda.max_memory_allocated(device), "of": "device"}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_bytes": peak if sys.platform == "darwin" else peak * 1024, "of": "process"}

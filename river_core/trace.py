@@ -23,7 +23,10 @@ class TraceError(RiverError):
 
 @dataclass
 class LaneTrace:
-    """One lane of a run: prefill event, token events by index, fidelity event (same-text modes), end event, all as the engine sent them."""
+    """One lane of a run: prefill event, token events by index, fidelity event (same-text modes), end event, all as the engine sent them.
+
+    A lane that failed has the reason in its end event.
+    """
 
     id: str
     prefill: dict | None = None
@@ -77,10 +80,11 @@ class LaneTrace:
 
 @dataclass
 class Trace:
-    """A run: header and lanes."""
+    """A run: header, lanes, and how it ended (reason, memory; None if it was cut off)."""
 
     header: dict
     lanes: dict[str, LaneTrace]
+    done: dict | None = None
 
     @classmethod
     def from_events(cls, events) -> "Trace":
@@ -98,6 +102,8 @@ class Trace:
     def add(self, event: dict) -> None:
         """Put one event in its place."""
         kind = event["type"]
+        if kind == "done":
+            self.done = {key: value for key, value in event.items() if key != "type"}
         if kind in ("done", "error"):
             return
         lane = self.lanes[event["lane"]]
@@ -136,7 +142,7 @@ class Trace:
             {"id": lane.id, "prefill": lane.prefill, "tokens": lane.tokens, "fidelity": lane.fidelity, "end": lane.end}
             for lane in self.lanes.values()
         ]
-        return {"trace_version": TRACE_VERSION, "header": self.header, "lanes": lanes}
+        return {"trace_version": TRACE_VERSION, "header": self.header, "lanes": lanes, "done": self.done}
 
     def save(self, path) -> None:
         """Write the trace as JSON; gzipped if the name ends in .gz. The file appears whole or not at all."""
@@ -162,20 +168,21 @@ class Trace:
         return cls.from_bytes(raw)
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> "Trace":
-        """Read a trace from the bytes of a file; untrusted input."""
+    def from_bytes(cls, raw: bytes, max_bytes: int = MAX_BYTES) -> "Trace":
+        """Read a trace from the bytes of a file, at most `max_bytes` of them after unpacking; untrusted input."""
         if raw[:2] == b"\x1f\x8b":
             try:
                 unpacker = zlib.decompressobj(31)
-                raw = unpacker.decompress(raw, MAX_BYTES)
+                raw = unpacker.decompress(raw, max_bytes)
             except zlib.error as error:
                 raise TraceError(f"The file is damaged: its compressed data cannot be read ({error}).") from error
             if unpacker.unconsumed_tail:
-                raise TraceError(f"The file unpacks to more than {MAX_BYTES >> 20} MB, which no trace does.")
+                raise TraceError(f"The file unpacks to more than {max_bytes >> 20} MB, which no trace does.")
             if not unpacker.eof:
                 raise TraceError("The file is damaged: it ends too early.")
+        _need(len(raw) <= max_bytes, f"The file is larger than {max_bytes >> 20} MB, which no trace is")
         try:
-            data = json.loads(raw)
+            data = json.loads(raw, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"The file is not a trace: it is no valid JSON ({error}).") from error
         return cls.from_dict(data)
@@ -188,42 +195,117 @@ class Trace:
         _need(version == TRACE_VERSION, f"The trace has version {str(version)[:20]!r}; this program reads version {TRACE_VERSION}")
         header = data.get("header")
         _check(header, HEADER_FIELDS, "the header")
-        _check(header["model"], {"n_layers": int}, "header.model")
+        _check(header["model"], {"n_layers": int, "name": str}, "header.model")
+        _need(
+            all(isinstance(piece, str) for piece in header["prompt_pieces"]),
+            "The trace is damaged: prompt_pieces in the header is not a list of texts",
+        )
         layers = header["model"]["n_layers"]
+        _need(1 <= layers <= MAX_LAYERS, f"The trace is damaged: its model has {layers} layers")
         ids = []
         for i, lane in enumerate(header["lanes"]):
-            _check(lane, {"id": str, "method": str}, f"header.lanes[{i}]")
+            _check(lane, {"id": str, "method": str, "label": str, "rule": dict}, f"header.lanes[{i}]")
             ids.append(lane["id"])
         _need(isinstance(data.get("lanes"), list), "The trace is damaged: lanes is missing")
         lanes = {}
         for i, lane in enumerate(data["lanes"]):
             _check(lane, {"id": str, "tokens": list}, f"lanes[{i}]")
             _need(lane["id"] in ids and lane["id"] not in lanes, f"The trace is damaged: lanes[{i}] is not in the header")
-            for j, token in enumerate(lane["tokens"]):
-                place = f"token {j} of lane {lane['id']!r}"
-                _check(token, TOKEN_FIELDS, place)
-                _need(token["i"] == j, f"The trace is damaged: {place} carries the number {token['i']}")
-                _need(0 <= token["exit_layer"] <= layers, f"The trace is damaged: {place} left at layer {token['exit_layer']} of {layers}")
-                _need(token["t_ns"] >= 0 and token["position"] >= 0, f"The trace is damaged: {place} has a negative time or position")
-                for run in token["kv"]:
-                    _need(
-                        isinstance(run, list)
-                        and len(run) == 4
-                        and isinstance(run[2], str)
-                        and all(isinstance(n, int) for n in (run[0], run[1], run[3]))
-                        and 0 <= run[0] < run[1] <= layers,
-                        f"The trace is damaged: kv of {place} is not a list of layer ranges",
-                    )
+            _check_lane(lane, layers, len(header["prompt_ids"]))
             lanes[lane["id"]] = LaneTrace(lane["id"], lane.get("prefill"), lane["tokens"], lane.get("fidelity"), lane.get("end"))
         _need(set(lanes) == set(ids), "The trace is damaged: a lane of the header has no data")
-        return cls(header, lanes)
+        done = data.get("done")
+        if done is not None:
+            _check(done, {"reason": str}, "done")
+        return cls(header, lanes, done)
 
 
-HEADER_FIELDS = {"model": dict, "lanes": list, "prompt": str, "prompt_ids": list, "device": str, "dtype": str, "sampler": dict}
+MAX_LAYERS = 1000
+HEADER_FIELDS = {
+    "model": dict, "lanes": list, "prompt": str, "prompt_ids": list, "prompt_pieces": list, "device": str, "dtype": str, "sampler": dict,
+    "created": str, "max_new_tokens": int,
+}  # fmt: skip
 TOKEN_FIELDS = {
     "i": int, "id": int, "text": str, "t_ns": int, "from_prefill": bool, "position": int, "exit_layer": int, "layers_run": int,
     "river_layers": int, "similarity": list, "top5": list, "kv": list,
 }  # fmt: skip
+
+
+def _check_lane(lane: dict, layers: int, prompt: int) -> None:
+    """Everything in a lane that a reader counts on; `prompt` is the number of prompt tokens."""
+    name = f"of lane {lane['id']!r}"
+    for j, token in enumerate(lane["tokens"]):
+        place = f"token {j} {name}"
+        _check(token, TOKEN_FIELDS, place)
+        _need(token["i"] == j, f"The trace is damaged: {place} carries the number {token['i']}")
+        _need(0 <= token["exit_layer"] <= layers, f"The trace is damaged: {place} left at layer {token['exit_layer']} of {layers}")
+        _need(token["t_ns"] >= 0, f"The trace is damaged: {place} has a negative time")
+        _need(token["position"] == prompt - 1 + j, f"The trace is damaged: {place} has the position {token['position']}")
+        _need(_cosines(token["similarity"], layers), f"The trace is damaged: similarity of {place} is not a number for every layer")
+        _need(_owners(token["kv"], layers), f"The trace is damaged: kv of {place} is not a list of layer ranges")
+        _need(
+            all(isinstance(c, list) and len(c) == 3 and isinstance(c[1], str) and _number(c[2]) for c in token["top5"]),
+            f"The trace is damaged: top5 of {place} is not a list of candidates",
+        )
+        filled = token.get("filled", [])
+        _need(
+            isinstance(filled, list) and all(isinstance(f, list) and len(f) == 4 and _owners([[*f[1:], f[0]]], layers) for f in filled),
+            f"The trace is damaged: filled of {place} is not a list of slots",
+        )
+        for key, parts in (("split", SPLIT_FIELDS), ("fidelity", {"agrees": bool, "kl": (int, float)}), ("cycle", CYCLE_FIELDS)):
+            if key in token:
+                _check(token[key], parts, f"{key} of {place}")
+    if lane.get("prefill") is not None:
+        place = f"the prefill {name}"
+        _check(lane["prefill"], {"t_ns": int}, place)
+        _need(_owners(lane["prefill"].get("kv", []), layers), f"The trace is damaged: kv of {place} is not a list of layer ranges")
+        rows = lane["prefill"].get("similarity", [])
+        _need(
+            isinstance(rows, list) and all(_cosines(row, layers) for row in rows),
+            f"The trace is damaged: similarity of {place} is not a table",
+        )
+    if lane.get("fidelity") is not None:
+        place = f"the fidelity {name}"
+        _check(lane["fidelity"], {"start": int, "mean": dict, **dict.fromkeys(FIDELITY_ROWS, list)}, place)
+        for row in (row for key in FIDELITY_ROWS for row in lane["fidelity"][key]):
+            _need(_cosines(row, layers), f"The trace is damaged: {place} is not a number for every layer")
+        _need(
+            all(isinstance(lane["fidelity"]["mean"].get(key), (int, float)) for key in FIDELITY_ROWS),
+            f"The trace is damaged: {place} lacks a mean",
+        )
+    if lane.get("end") is not None:
+        _check(lane["end"], {"reason": str, "rest": str}, f"the end {name}")
+
+
+SPLIT_FIELDS = {"backbone_ns": int, "river_ns": int, "head_ns": int}
+CYCLE_FIELDS = {"number": int, "drafted": int, "accepted": int}
+FIDELITY_ROWS = ("k_cos", "v_cos", "k_err", "v_err")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value
+
+
+def _number(value) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _cosines(row, layers: int) -> bool:
+    return isinstance(row, list) and len(row) == layers and all(_number(value) for value in row)
+
+
+def _owners(runs, layers: int) -> bool:
+    return isinstance(runs, list) and all(
+        isinstance(run, list)
+        and len(run) == 4
+        and isinstance(run[2], str)
+        and all(isinstance(n, int) for n in (run[0], run[1], run[3]))
+        and 0 <= run[0] < run[1] <= layers
+        for run in runs
+    )
 
 
 def _need(condition: bool, message: str) -> None:
@@ -236,8 +318,9 @@ def _check(value, fields: dict, place: str) -> None:
     for name, kind in fields.items():
         _need(name in value, f"The trace is damaged: field {name} is missing in {place}")
         got = value[name]
-        right = isinstance(got, kind) and not (kind is int and isinstance(got, bool))
-        _need(right, f"The trace is damaged: field {name} in {place} is not of kind {kind.__name__}")
+        right = isinstance(got, kind) and (kind is bool or not isinstance(got, bool))
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        _need(right, f"The trace is damaged: field {name} in {place} is not of kind {' or '.join(k.__name__ for k in kinds)}")
 
 
 def rounded(value: float | None, digits: int = 5) -> float | None:

@@ -3,6 +3,7 @@
 To add one: write a file with a subclass that implements `step`, and give it a line in `methods.METHODS`.
 """
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +55,17 @@ class Strategy:
         self.river = model.river
         self.rule = rule
         self.last = model.decoder.config.num_hidden_layers
+        self.marks: list[tuple[str, int]] = []  # of the step in hand: what has just ended, and when (ns)
+
+    def mark(self, part: str) -> None:
+        """Note that the work since the last mark was `part`: "backbone" (exit tests included), "river" or "head"."""
+        self.marks.append((part, time.perf_counter_ns()))
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The original norm and head on states [T, d]; logits [T, V]."""
+        logits = self.decoder.head(hidden_states)
+        self.mark("head")
+        return logits
 
     def new_cache(self, capacity: int) -> KVCache:
         """The cache that this strategy writes to."""
@@ -69,7 +81,7 @@ class Strategy:
         """
         states, _, _ = self.run_backbone(token_ids, 0, cache)
         cache.length = len(token_ids)
-        return Step(self.decoder.head(states[-1][-1:])[0], self.last, self.last, 0, hidden_states=states)
+        return Step(self.logits(states[-1][-1:])[0], self.last, self.last, 0, hidden_states=states)
 
     def step(self, token_id: int, position: int, index: int, cache: KVCache) -> Step:
         """Feed one token at `position`, for the logits of generated token `index`."""
@@ -92,7 +104,7 @@ class Strategy:
         made, self.rule.logits = self.rule.logits, None
         if made is not None and made[0] == layer:
             return made[1]
-        return self.decoder.head(state)[0]
+        return self.logits(state)[0]
 
     def flush(self, cache: KVCache) -> list[tuple[int, int, int, int]]:
         """Complete whatever the strategy left pending; returns the slots that were filled. Nothing for most strategies."""
@@ -119,4 +131,5 @@ class Strategy:
                     scores[layer + 1] = score
                 if leave:
                     break
+        self.mark("backbone")
         return states, scores, rows

@@ -55,6 +55,7 @@ class SkipDecodeStrategy(Strategy):
         chosen = self.blocks(index)
         for layer in chosen:
             states.append(decoder.run_block(decoder.blocks[layer], layer, states[-1], rows, cache, BACKBONE))
+        self.mark("backbone")
         cache.length = position + 1
-        logits = decoder.head(states[-1])[0]
+        logits = self.logits(states[-1])[0]
         return Step(logits, len(chosen), len(chosen), 0, hidden_states=states, layers=chosen)

@@ -15,4 +15,5 @@ class PropagationStrategy(Strategy):
         states, scores, rows = self.run_backbone([token_id], position, cache, self.rule, index)
         for layer in range(len(states) - 1, self.last):
             self.decoder.write_keys_values(self.decoder.blocks[layer], layer, states[-1], rows, cache, PROPAGATED)
+        self.mark("backbone")
         return self.leave(states, scores, position, cache)

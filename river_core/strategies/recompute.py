@@ -61,6 +61,7 @@ class RecomputeStrategy(Strategy):
         self.pending = [entry for entry in self.pending if entry[1] < last]
         if depth < last:
             self.pending.append([position, depth, hidden[-1:]])
+        self.mark("backbone")
         step = self.leave(states, scores, position, cache)
         step.layers_run = layers_run
         step.filled = _merge(filled)

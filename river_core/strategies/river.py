@@ -24,6 +24,7 @@ class RiverStrategy(Strategy):
         depth = len(states) - 1
         for layer in range(depth, last):
             states.append(decoder.run_block(self.river.blocks[layer], layer, states[-1], rows, cache, RIVER))
+        self.mark("river")
         cache.length = start + len(token_ids)
-        logits = decoder.head(states[-1][-1:])[0]
+        logits = self.logits(states[-1][-1:])[0]
         return Step(logits, depth, depth, last - depth, scores=scores, hidden_states=states)

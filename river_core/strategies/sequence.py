@@ -44,6 +44,7 @@ class SequenceStrategy(Strategy):
         if self.head == "balcony" and self.depth < self.last:
             state = decoder.run_block(decoder.blocks[-1], self.last - 1, state, rows, cache, PROPAGATED)
             layers += 1
+            self.mark("backbone")
         cache.length = rows.stop
-        logits = decoder.head(state[-1:])[0]
+        logits = self.logits(state[-1:])[0]
         return Step(logits, self.depth, layers, 0, scores=scores, hidden_states=states)

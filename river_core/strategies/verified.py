@@ -40,7 +40,6 @@ class VerifiedStrategy(Strategy):
         return max(0, min(wanted, room - 1))
 
     def advance(self, token_id, position, index, cache, sampler, room):
-        decoder = self.decoder
         drafts: list[int] = []
         beliefs: list[torch.Tensor] = []  # the draft's distribution at each drafted token
         token = token_id
@@ -51,7 +50,7 @@ class VerifiedStrategy(Strategy):
             beliefs.append(logits)
         rows = [token_id, *drafts]
         states, _, _ = self.run_backbone(rows, position, cache)  # overwrites the drafts' slots layer by layer, before that layer attends
-        logits = decoder.head(states[-1])  # [k + 1, V]
+        logits = self.logits(states[-1])  # [k + 1, V]
         tokens, accepted = _judge(drafts, beliefs, logits, sampler)
         cache.length = position + accepted + 1
         cache.forget(position + accepted + 1)
@@ -70,7 +69,8 @@ class VerifiedStrategy(Strategy):
         hidden = decoder.embed([token_id])
         for layer, block in enumerate(self.draft_blocks):
             hidden = decoder.run_block(block, layer, hidden, rows, cache, DRAFT)
-        return decoder.head(hidden)[0]
+        self.mark("river")
+        return self.logits(hidden)[0]
 
     def _note(self, drafted, accepted):
         self.cycles += 1

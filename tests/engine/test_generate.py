@@ -23,7 +23,7 @@ def of(events, kind, lane=None):
 def test_events_come_in_order_and_are_json(tiny):
     events = run(tiny)
     json.dumps(events, allow_nan=False)
-    assert events[0]["type"] == "run" and events[-1] == {"type": "done", "reason": "finished"}
+    assert events[0]["type"] == "run" and events[-1]["type"] == "done" and events[-1]["reason"] == "finished"
     lanes = [lane["id"] for lane in events[0]["header"]["lanes"]]
     assert lanes == ["backbone", "int4", "river"]
     for lane in lanes:
@@ -49,6 +49,16 @@ def test_every_token_carries_what_the_trace_promises(tiny):
         depth = layers if e["from_prefill"] else e["exit_layer"]
         expected = [(0, depth, "backbone"), (depth, layers, "river")]
         assert owners == [part for part in expected if part[0] < part[1]]
+    for lane in ("backbone", "int4", "river"):
+        for e in of(events, "token", lane):
+            parts = {part: ns > 0 for part, ns in e["split"].items()}
+            assert sum(e["split"].values()) <= e["t_ns"]
+            assert parts["head_ns"] and parts["backbone_ns"] >= (e["exit_layer"] > 0) and parts["river_ns"] >= (e["river_layers"] > 0)
+        assert of(events, "end", lane)[0]["kv_bytes"] >= layers * (prompt + 12) * events[0]["header"]["bytes"]["kv_slot"]
+    first, *others = of(events, "prefill")
+    assert first["kv"] == [[0, layers, "backbone", prompt - 1]]
+    assert len(first["similarity"]) == prompt and first["similarity"][-1] == of(events, "token", "backbone")[0]["similarity"]
+    assert all(e["shared"] and "similarity" not in e for e in others)
     for e in of(events, "token", "river")[1:]:
         exits = [i + 1 for i, s in enumerate(e["similarity"][: layers - 1]) if s > 0.9]
         assert e["exit_layer"] == (exits[0] if exits else layers)
@@ -181,7 +191,7 @@ def test_stop_ends_every_lane_before_the_next_token(tiny):
         seen.append(event)
     assert len(of(seen, "token")) == 5
     assert [e["reason"] for e in of(seen, "end")] == ["stop"] * 3
-    assert seen[-1] == {"type": "done", "reason": "stop"}
+    assert (seen[-1]["type"], seen[-1]["reason"]) == ("done", "stop")
     Trace.from_events(seen)
 
 

@@ -2,15 +2,19 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from river_core import InputError
+from river_core import InputError, Trace
 from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity
 from river_core.measure.figures import figures
 from river_core.measure.prompts import read_prompts
+from river_core.measure.record import read_recipes, record
 from river_core.measure.speed import spread
+
+RECORDINGS = Path(__file__).parents[2] / "assets" / "recordings"
 
 
 def test_prompts_come_from_a_prompt_or_question_field(tmp_path):
@@ -89,3 +93,41 @@ def test_figures_come_with_their_data(tiny, tmp_path):
     assert len(pictures) == 5 and "run.json" in names
     if shutil.which("chromium"):
         assert all(path.suffix == ".svg" and path.read_text().startswith("<svg") for path in pictures), said
+
+
+def test_a_recording_is_one_whole_run_with_its_idea_and_all_speeds(tiny, tmp_path):
+    recipe = {
+        "slug": "s", "title": "T", "idea": "I", "headline": "river", "prompt": "Hello", "methods": ["backbone", "river:0.5"],
+        "options": {"max_new_tokens": 5},
+    }  # fmt: skip
+    (tmp_path / "r.json").write_text(json.dumps([recipe]))
+    trace = record(tiny, read_recipes(tmp_path / "r.json")[0], repeats=3, command="how")
+    assert trace.header["recording"] == {"slug": "s", "title": "T", "idea": "I", "headline": "river", "command": "how"}
+    speeds = trace.header["timing"]["tokens_per_second"]
+    for lane in ("backbone", "river"):
+        assert len(speeds[lane]) == 3 and round(trace.lanes[lane].tokens_per_second, 2) in speeds[lane]
+    trace.save(tmp_path / "s.json.gz")
+    assert Trace.load(tmp_path / "s.json.gz").header == trace.header
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("no json", "no valid JSON"), ("{}", "not a list"), ('[{"slug": "x"}]', "Recipe 1 lacks title"), (None, "cannot be read")],
+)
+def test_bad_recipes_get_a_sentence(tmp_path, text, says):
+    path = tmp_path / "r.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=says):
+        read_recipes(path)
+
+
+def test_the_bundled_recordings_are_what_their_recipes_say():
+    recipes = read_recipes(RECORDINGS / "recipes.json")
+    assert len(recipes) >= 5
+    for number, recipe in enumerate(recipes, 1):
+        trace = Trace.load(RECORDINGS / f"{number:02d}-{recipe['slug']}.json.gz")
+        about = trace.header["recording"]
+        assert {name: recipe[name] for name in ("slug", "title", "idea", "headline")} == {k: v for k, v in about.items() if k != "command"}
+        assert trace.header["prompt"] == recipe["prompt"] and trace.done["reason"] == "finished"
+        assert all(lane.end["reason"] in ("eos", "length") for lane in trace.lanes.values())

@@ -100,7 +100,7 @@ def test_stop_ends_a_same_text_run_with_what_it_has(tiny):
     seen = []
     for event in compare(tiny, "Hello", ("backbone", "river"), max_new_tokens=50, mode="same-text", stop=lambda: len(seen) > 12):
         seen.append(event)
-    assert seen[-1] == {"type": "done", "reason": "stop"}
+    assert (seen[-1]["type"], seen[-1]["reason"]) == ("done", "stop")
     assert [e["reason"] for e in seen if e["type"] == "end"] == ["stop", "stop"]
     assert len([e for e in seen if e["type"] == "fidelity"]) == 1
 

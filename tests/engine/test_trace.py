@@ -51,6 +51,17 @@ def damaged(trace, change):
         (lambda d: d["lanes"][0]["tokens"][2].update(t_ns=True), "t_ns in token 2"),
         (lambda d: d["lanes"][0]["tokens"].pop(1), "token 1 of lane 'backbone' carries the number 2"),
         (lambda d: d["lanes"][0].update(id="other"), r"lanes\[0\] is not in the header"),
+        (lambda d: d["header"].update(prompt_pieces=[1]), "prompt_pieces"),
+        (lambda d: d["header"]["model"].update(n_layers=10**9), "has 1000000000 layers"),
+        (lambda d: d["lanes"][2]["tokens"][1].update(similarity=[0.5]), "similarity of token 1 of lane 'river'"),
+        (lambda d: d["lanes"][2]["tokens"][1].update(similarity=["x"] * 6), "similarity of token 1 of lane 'river'"),
+        (lambda d: d["lanes"][2]["tokens"][1].update(top5=[["a"]]), "top5 of token 1"),
+        (lambda d: d["lanes"][2]["tokens"][1].update(position=0), "token 1 of lane 'river' has the position 0"),
+        (lambda d: d["lanes"][2]["tokens"][1].update(filled=[[1, 5, 2, "backbone"]]), "filled of token 1"),
+        (lambda d: d["lanes"][2]["tokens"][1].update(split={"backbone_ns": 1}), "river_ns is missing in split of token 1"),
+        (lambda d: d["lanes"][0]["prefill"].update(similarity=[[1]]), "similarity of the prefill of lane 'backbone'"),
+        (lambda d: d["lanes"][0]["end"].pop("rest"), "rest is missing in the end of lane 'backbone'"),
+        (lambda d: d.update(done=3), "done is missing or not an object"),
     ],
 )
 def test_damage_is_named_with_its_place(trace, change, says):
@@ -67,6 +78,8 @@ def test_files_that_are_no_traces_get_a_sentence(trace, tmp_path):
         (b"[" * 100_000, "no valid JSON"),
         (b"[]", "object is expected"),
         (b"\xff\xfe\x00", "no valid JSON"),
+        (b'{"trace_version": NaN}', "no finite number"),
+        (b'{"trace_version": 1e999}', "no finite number"),
     ):
         with pytest.raises(TraceError, match=says):
             Trace.from_bytes(raw)
@@ -76,7 +89,18 @@ def test_files_that_are_no_traces_get_a_sentence(trace, tmp_path):
         trace.save(tmp_path / "absent" / "t.json")
 
 
-def test_a_decompression_bomb_is_refused(monkeypatch):
-    monkeypatch.setattr("river_core.trace.MAX_BYTES", 1 << 20)
-    with pytest.raises(TraceError, match="unpacks to more than"):
-        Trace.from_bytes(gzip.compress(b" " * (8 << 20)))
+def test_a_decompression_bomb_is_refused():
+    with pytest.raises(TraceError, match="unpacks to more than 1 MB"):
+        Trace.from_bytes(gzip.compress(b" " * (8 << 20)), max_bytes=1 << 20)
+    with pytest.raises(TraceError, match="larger than 1 MB"):
+        Trace.from_bytes(b" " * (8 << 20), max_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("mode", ["free", "same-exits"])
+def test_every_strategy_leaves_a_trace_that_is_read_back(tiny, mode):
+    methods = ["backbone", "int4", "river:0.5", "recompute", "propagation", "masking", "monotone", "sequence@fixed"]
+    methods += ["verified", "replay", "skipdecode"] if mode == "free" else []
+    trace = Trace.from_events(compare(tiny, "Hello", methods, max_new_tokens=6, mode=mode))
+    again = Trace.from_dict(json.loads(json.dumps(trace.to_dict())))
+    assert again.to_dict() == trace.to_dict()
+    assert again.done["reason"] == "finished" and again.done["memory"]["peak_bytes"] > 0
