@@ -1,4 +1,4 @@
-"""The command line: generate, compare, record, bench, fidelity, figures, doctor."""
+"""The command line: generate, compare, record, bench, fidelity, sweep, figures, doctor."""
 
 import argparse
 import json
@@ -41,6 +41,7 @@ def _parser():
     group.add_argument("--bits", type=int, default=4, help="of the river: 4 or 8")
     group.add_argument("--group-size", type=int, default=64, help="weights that share a scale: 32, 64, 128")
     group.add_argument("--river-kernel", default="auto", help="auto (measured), int4, int8, dequantised")
+    group.add_argument("--plain-layers", action="store_true", help="do not compile the decoder's layers")
     group.add_argument("--threads", type=int, help="CPU threads (default: the cores this process may use)")
 
     decode = argparse.ArgumentParser(add_help=False)
@@ -97,6 +98,16 @@ def _parser():
     same.add_argument("--no-verified", action="store_true", help="leave the check of verified River out")
     same.add_argument("--json", action="store_true")
     same.set_defaults(run=_fidelity)
+
+    over = commands.add_parser("sweep", parents=[model], help="speed against agreement over thresholds, on one prompt")
+    over.add_argument("prompt")
+    over.add_argument("--taus", help="thresholds (default: 0.9,0.95,0.97,0.98,0.99)")
+    over.add_argument("--methods", default="river,int4", help="comma-separated: " + METHOD_HELP)
+    over.add_argument("--max-new-tokens", type=int, default=64, help="tokens per lane")
+    over.add_argument("--repeats", type=int, default=3)
+    over.add_argument("--raw", action="store_true", help="no chat template")
+    over.add_argument("--json", action="store_true", help="print the result, which the Analyse tab of the page can show")
+    over.set_defaults(run=_sweep)
 
     paper = commands.add_parser("figures", parents=[model], help="the paper's figures from runs made here: CSV files and pictures")
     paper.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a prompt or question field")
@@ -160,6 +171,7 @@ def _load(args):
             group_size=args.group_size,
             threads=args.threads,
             river_kernel=args.river_kernel,
+            compiled=not args.plain_layers,
             progress=progress,
         )
 
@@ -340,6 +352,20 @@ def _bench(args) -> int:
         report=_say,
     )
     print(json.dumps(result, indent=1) if args.json else format_bench(result))
+    return 0
+
+
+def _sweep(args) -> int:
+    from river_core.measure.sweep import TAUS, format_sweep, read_taus, sweep
+
+    taus = TAUS if args.taus is None else read_taus(args.taus)
+    options = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats, "chat": not args.raw}
+    model = _load(args)
+    with Progress() as progress:
+        for event in sweep(model, args.prompt, _names(args.methods), taus, **options):
+            if event["type"] == "progress":
+                progress("sweep", event["fraction"], f"repeat {event['repeat']} of {event['repeats']}, token {event['tokens']}")
+    print(json.dumps(event, indent=1) if args.json else format_sweep(event))
     return 0
 
 

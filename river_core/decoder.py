@@ -6,6 +6,7 @@ float32 whatever the products compute in; there is no batch axis, because every 
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,12 @@ class Block:
         return sum(linear.nbytes for linear in (self.qkv, self.o, self.gate_up, self.down))
 
 
+class Blocks(list):
+    """The blocks of a backbone or of a river, in order, and the compiled code that runs them; `stack` is None where there is none."""
+
+    stack = None
+
+
 @dataclass(frozen=True)
 class BlockWeights:
     """The tensors of one layer as the checkpoint has them, fused where the decoder fuses; the input of both kinds of block."""
@@ -143,8 +150,13 @@ class Rows:
     start: int
     count: int
     rotation: Rotation
-    slots: Slots
+    cache: KVCache
     masks: dict
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Views into the cache; compiled code, which finds its own way, never asks for them."""
+        return self.cache.open(self.start, self.count, self.masks.keys())
 
     @property
     def stop(self) -> int:
@@ -174,7 +186,7 @@ class Decoder:
         self.act = F.silu if c.hidden_act == "silu" else ACT2FN[c.hidden_act]  # the function itself, without a module call around it
         try:
             self.norms = [self._norms(weights, layer) for layer in range(c.num_hidden_layers)]
-            self.blocks = []
+            self.blocks = Blocks()
             for layer in range(c.num_hidden_layers):
                 tensors = BlockWeights.read(weights, layer)
                 self.blocks.append(self.make_block(layer, lambda name, tensors=tensors: plan.dense(*getattr(tensors, name))))
@@ -227,8 +239,29 @@ class Decoder:
             keys = torch.arange(start + count, device=self.device)[None, :]
             allowed = keys <= queries
             masks[window] = allowed if window is None else allowed & (keys > queries - window)
-        slots = cache.open(start, count, self.windows)
-        return Rows(start, count, self.rope.rotation(start, count), slots, masks)
+        return Rows(start, count, self.rope.rotation(start, count), cache, masks)
+
+    def run_blocks(self, blocks, first: int, last: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> list[torch.Tensor]:
+        """Blocks first .. last - 1 (0-based) one after another, in compiled code where there is some and one row is decoded.
+
+        Args:
+            blocks: the backbone's or the river's, all of them. The others: as for `run_block`.
+
+        Returns:
+            the hidden states after each of them, [T, d] float32.
+        """
+        stack = getattr(blocks, "stack", None)
+        if stack is not None and rows.count == 1 and last > first:
+            entries = cache.entries_at(first, last, rows.start, self.windows)
+            if entries is not None:
+                states = stack.run(hidden_states, first, last, cache.keys_values, entries, rows.rotation.cos, rows.rotation.sin)
+                cache.note(first, last, rows.start, owner)
+                return states
+        states = []
+        for layer in range(first, last):
+            hidden_states = self.run_block(blocks[layer], layer, hidden_states, rows, cache, owner)
+            states.append(hidden_states)
+        return states
 
     def run_block(self, block: Block, layer: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> torch.Tensor:
         """One decoder layer over T rows; writes their keys and values, and who wrote them, before it attends.
@@ -297,10 +330,9 @@ class Decoder:
     def forward(self, token_ids: list[int], start: int, cache: KVCache) -> torch.Tensor:
         """The plain loop: all backbone blocks over T tokens at positions from `start` on -> hidden states [T, d], float32."""
         rows, hidden_states = self.rows(start, len(token_ids), cache), self.embed(token_ids)
-        for layer, block in enumerate(self.blocks):
-            hidden_states = self.run_block(block, layer, hidden_states, rows, cache, BACKBONE)
+        states = self.run_blocks(self.blocks, 0, len(self.blocks), hidden_states, rows, cache, BACKBONE)
         cache.length = rows.stop
-        return hidden_states
+        return states[-1]
 
     def head(self, hidden_state: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: the last block's output [T, d] -> logits [T, V], float32."""

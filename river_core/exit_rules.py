@@ -22,6 +22,10 @@ class ExitRule:
         """The depth of the step that produces generated token `index`, if it does not depend on hidden states; else None."""
         return None
 
+    def next_test(self, layer: int) -> int:
+        """The shallowest depth beyond `layer` at which the rule may say leave; until there it need not be asked."""
+        return layer + 1
+
     def should_exit(self, layer: int, h_in: torch.Tensor, h_out: torch.Tensor) -> tuple[bool, float | None]:
         """Whether to leave after block `layer` (counted from 1), and the score behind it; None = not an allowed exit, nothing was tested.
 
@@ -96,6 +100,9 @@ class Similarity(ExitRule):
         self.floor = floor
         self.layers = None if layers is None else sorted(layers)
 
+    def next_test(self, layer):
+        return next_allowed(layer, self.layers, self.floor)
+
     def should_exit(self, layer, h_in, h_out):
         if layer < self.floor or (self.layers is not None and layer not in self.layers):
             return False, None
@@ -123,6 +130,9 @@ class HeadRule(ExitRule):
         self.layers = sorted(layers)
         self.floor = floor
         self.allowed = {layer for layer in layers if layer >= floor}
+
+    def next_test(self, layer):
+        return next_allowed(layer, self.layers, self.floor)
 
     def should_exit(self, layer, h_in, h_out):
         if layer not in self.allowed:
@@ -166,6 +176,14 @@ class Entropy(HeadRule):
 
     def score(self, p):
         return 1.0 - float(torch.special.entr(p).sum()) / math.log(len(p))
+
+
+def next_allowed(layer: int, layers: list[int] | None, floor: int) -> int:
+    """The next of the allowed depths beyond `layer`, none of them shallower than `floor`; beyond the last one, a depth that no model has."""
+    first = max(layer + 1, floor)
+    if layers is None:
+        return first
+    return next((depth for depth in layers if depth >= first), 1 << 30)
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

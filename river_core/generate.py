@@ -83,6 +83,7 @@ def compare(
     Raises:
         InputError: on the first `next`, a prompt or an option that cannot be used.
     """
+    model.compile()
     prompt = check_prompt(prompt)
     prompt, notice = clean(prompt)
     notices = [notice] if notice else []
@@ -201,7 +202,7 @@ def _header(model, prompt, prompt_ids, methods, max_new_tokens, sampling, chat, 
         },
         "device": facts["device"], "device_name": facts["device_name"], "threads": facts["threads"],
         "dtype": facts["dtype"], "prefill_dtype": facts["prefill_dtype"], "kv_dtype": facts["kv_dtype"],
-        "kernels": {"river": facts["river_kernel"], "products": facts["river_products"], "reasons": facts["reasons"]},
+        "kernels": {"layers": facts["layers"], "river": facts["river_kernel"], "products": facts["river_products"], "reasons": facts["reasons"]},
         "quantiser": facts["quantiser"],
         "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes},
         "prompt": prompt, "chat": chat, "prompt_ids": list(prompt_ids), "prompt_pieces": pieces(model.tokenizer, prompt_ids),

@@ -75,6 +75,15 @@ class KVCache:
         self.owner[layer, slots.start : slots.stop] = owner
         self.filled_at[layer, slots.start : slots.stop] = slots.stop - 1
 
+    def entries_at(self, first: int, last: int, position: int, windows) -> list[int] | None:
+        """For compiled code: where layers first .. last - 1 keep `position`, one entry for each or one for all; None if it cannot be said so simply."""
+        return [position]
+
+    def note(self, first: int, last: int, position: int, owner: int) -> None:
+        """Note that layers first .. last - 1 have just written `position`."""
+        self.owner[first:last, position] = owner
+        self.filled_at[first:last, position] = position
+
     def forget(self, start: int) -> None:
         """Drop every position from `start` on, as when drafted tokens were refused."""
         self.owner[:, start:] = NONE

@@ -12,7 +12,9 @@ import torch
 from river_core.decoder import Decoder, DecoderConfig, check_supported
 from river_core.errors import InputError, LoadError
 from river_core.kernels import KernelPlan, choose_kernels
+from river_core.kv_cache import BACKBONE, RIVER
 from river_core.loading import available_memory, cache_dir, load_checkpoint
+from river_core.native import NATIVE
 from river_core.river import River
 
 # Found by looking at similarities of the default model; other models get the paper's values, which nobody calibrated for them.
@@ -42,6 +44,40 @@ class Model:
     path: Path | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     load_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    compiled: bool | None = False  # None: compiled layers are wanted and may still come; False: not wanted, or not possible here
+
+    def compile(self, wait: bool = False) -> bool:
+        """Swap in compiled layers once they are ready (see `river_core.native`); asked between runs. Returns whether they are in use.
+
+        Args:
+            wait: for a compiler that is still at work; measurements do, decoding does not.
+        """
+        if self.compiled is None and (NATIVE.wait() if wait else NATIVE.state == "ready"):
+            self.compiled = self._attach()
+        return bool(self.compiled)
+
+    def _attach(self) -> bool:
+        """Give both stacks of blocks their compiled code, if one step with it agrees with the plain one."""
+        decoder = self.decoder
+        for blocks, owner in ((decoder.blocks, BACKBONE), (self.river.blocks, RIVER)):
+            stack = NATIVE.stack(decoder, blocks)
+            if stack is None:
+                continue
+            with torch.inference_mode():
+                cache, hidden = decoder.new_cache(1), decoder.embed([0])
+                plain, compiled = (self._step(blocks, hidden, cache, owner, code) for code in (None, stack))
+            apart = float((plain - compiled).norm() / plain.norm())
+            if not apart < (1e-3 if self.plan.dtype == torch.float32 and owner == BACKBONE else 0.05):
+                self.notes.append(f"Compiled layers were {apart:.1e} away from the plain ones and are not used.")
+                return False
+            blocks.stack = stack
+        return any(blocks.stack is not None for blocks in (decoder.blocks, self.river.blocks))
+
+    def _step(self, blocks, hidden, cache, owner, code):
+        blocks.stack = code
+        states = self.decoder.run_blocks(blocks, 0, len(blocks), hidden, self.decoder.rows(0, 1, cache), cache, owner)
+        blocks.stack = None
+        return states[-1]
 
     @property
     def config(self):
@@ -97,10 +133,11 @@ class Model:
             "dtype": str(plan.dtype).removeprefix("torch."),
             "kv_dtype": str(plan.kv_dtype).removeprefix("torch."),
             "prefill_dtype": str(plan.many_dtype).removeprefix("torch."),
+            "layers": "compiled" if self.compiled else "operation by operation",
             "river_kernel": plan.river,
             "river_products": dict(kinds),
             "quantiser": self.quantiser(),
-            "reasons": list(plan.reasons),
+            "reasons": [*plan.reasons, NATIVE.reason if self.compiled is not False else "Compiled layers are switched off."],
             "measured_us": {name: round(us, 1) for name, us in plan.measured_us.items()},
             "backbone_bytes": sum(block.nbytes for block in self.decoder.blocks),
             "river_bytes": self.river.nbytes,
@@ -124,6 +161,7 @@ def load(
     group_size: int = 64,
     threads: int | None = None,
     river_kernel: str = "auto",
+    compiled: bool = True,
     progress=None,
 ) -> Model:
     """Load a model, quantise its river, and choose kernels for this machine.
@@ -137,6 +175,7 @@ def load(
             it does not, with a note.
         threads: CPU threads; None = the cores that this process may really use.
         river_kernel: "auto" measures; "int4", "int8", "dequantised".
+        compiled: on a CPU, compile the layers in the background where there is a compiler, and use them from the first run after that.
         progress: callable (stage, fraction or None, message); stages "download", "convert", "weights", "kernels", "river", "ready".
 
     Returns:
@@ -192,6 +231,8 @@ def load(
     store = cache_dir() / "rivers" / f"{sha[:32]}-{bits}-{plan.group_size or 'row'}.safetensors" if sha else None
     river = River(decoder, checkpoint.weights, lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"), store)
     clock.done("river")
+    if compiled and target.type == "cpu":
+        NATIVE.start(cache_dir() / "native")
     report("ready", 1.0, f"{checkpoint.name} is ready")
     return Model(
         name=checkpoint.name,
@@ -205,6 +246,7 @@ def load(
         path=checkpoint.path,
         notes=notes,
         load_seconds=seconds,
+        compiled=None if compiled and target.type == "cpu" else False,
     )
 
 

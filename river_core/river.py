@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from river_core.decoder import BlockWeights, Decoder
+from river_core.decoder import Blocks, BlockWeights, Decoder
 from river_core.files import appears_whole
 from river_core.hqq import HQQ_VERSION, Quantised
 
@@ -46,7 +46,7 @@ class River:
 
             return decoder.make_block(layer, product)
 
-        self.blocks = []
+        self.blocks = Blocks()
         for block in _in_threads(twin, layers) if decoder.device.type == "cpu" else map(twin, layers):
             self.blocks.append(block)
             if progress:

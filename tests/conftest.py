@@ -24,5 +24,7 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def default_model():
-    """The packaged model as a user gets it: downloaded if need be, dtypes measured, river quantised."""
-    return river_core.load()
+    """The packaged model as a user gets it: downloaded if need be, dtypes measured, river quantised, layers compiled where there is a compiler."""
+    model = river_core.load()
+    model.compile(wait=True)
+    return model

@@ -120,15 +120,17 @@ class Strategy:
         decoder = self.decoder
         limit = self.last if cap is None else min(cap, self.last)
         rows = decoder.rows(start, len(token_ids), cache)
-        states, scores = [decoder.embed(token_ids)], {}
+        states, scores, depth = [decoder.embed(token_ids)], {}, 0
         forced = self.last if rule is None else rule.forced_depth(index)
         limit = limit if forced is None else min(forced, limit)
-        for layer in range(limit):
-            states.append(decoder.run_block(decoder.blocks[layer], layer, states[-1], rows, cache, BACKBONE))
-            if forced is None and layer + 1 < self.last:
-                leave, score = rule.should_exit(layer + 1, states[-2], states[-1])
+        while depth < limit:
+            stop = limit if forced is not None else min(rule.next_test(depth), limit)
+            states += decoder.run_blocks(decoder.blocks, depth, stop, states[-1], rows, cache, BACKBONE)
+            depth = stop
+            if forced is None and depth < self.last:
+                leave, score = rule.should_exit(depth, states[-2], states[-1])
                 if score is not None:
-                    scores[layer + 1] = score
+                    scores[depth] = score
                 if leave:
                     break
         self.mark("backbone")

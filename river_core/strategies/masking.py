@@ -33,6 +33,16 @@ class CompactCache(KVCache):
         del held[bisect.bisect_left(held, slots.start) :]
         held.extend(range(slots.start, slots.stop))
 
+    def entries_at(self, first, last, position, windows):
+        # A window counts positions, of which a compact layer holds only some.
+        return [bisect.bisect_left(self.positions[layer], position) for layer in range(first, last)] if windows == {None} else None
+
+    def note(self, first, last, position, owner):
+        super().note(first, last, position, owner)
+        for held in self.positions[first:last]:
+            del held[bisect.bisect_left(held, position) :]
+            held.append(position)
+
     def copy_prefix(self, other):
         super().copy_prefix(other)  # a prompt is complete in every layer, so it is compact as it stands
         self.positions = [list(range(other.length)) for _ in self.positions]

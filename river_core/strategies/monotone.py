@@ -54,7 +54,7 @@ class SkipDecodeStrategy(Strategy):
         states = [decoder.embed([token_id])]
         chosen = self.blocks(index)
         for layer in chosen:
-            states.append(decoder.run_block(decoder.blocks[layer], layer, states[-1], rows, cache, BACKBONE))
+            states += decoder.run_blocks(decoder.blocks, layer, layer + 1, states[-1], rows, cache, BACKBONE)
         self.mark("backbone")
         cache.length = position + 1
         logits = self.logits(states[-1])[0]

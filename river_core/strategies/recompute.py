@@ -45,7 +45,7 @@ class RecomputeStrategy(Strategy):
             if rows is None or joining:
                 rows = decoder.rows(first, position - first + 1, cache)
             before = hidden[-1:]
-            hidden = decoder.run_block(decoder.blocks[depth], depth, hidden, rows, cache, BACKBONE)
+            hidden = decoder.run_blocks(decoder.blocks, depth, depth + 1, hidden, rows, cache, BACKBONE)[-1]
             layers_run += rows.count
             filled += [(p, depth, depth + 1, BACKBONE) for p in range(first, position)]
             depth += 1
@@ -80,7 +80,7 @@ class RecomputeStrategy(Strategy):
             group = [entry for entry in self.pending if entry[1] == depth]
             rows = self.decoder.rows(group[0][0], len(group), cache)
             hidden = torch.cat([entry[2] for entry in group])
-            hidden = self.decoder.run_block(self.decoder.blocks[depth], depth, hidden, rows, cache, BACKBONE)
+            hidden = self.decoder.run_blocks(self.decoder.blocks, depth, depth + 1, hidden, rows, cache, BACKBONE)[-1]
             for entry, row in zip(group, hidden.split(1), strict=True):
                 entry[1], entry[2] = depth + 1, row
                 filled.append((entry[0], depth, depth + 1, BACKBONE))
@@ -134,6 +134,9 @@ class _LastRow:
 
     def __init__(self, rule):
         self.rule = rule
+
+    def next_test(self, layer):
+        return self.rule.next_test(layer)
 
     def forced_depth(self, index):
         return 10**9 if self.rule is None else self.rule.forced_depth(index)

@@ -22,8 +22,8 @@ class RiverStrategy(Strategy):
         decoder, last = self.decoder, self.last
         states, scores, rows = self.run_backbone(token_ids, start, cache, rule, index)
         depth = len(states) - 1
-        for layer in range(depth, last):
-            states.append(decoder.run_block(self.river.blocks[layer], layer, states[-1], rows, cache, RIVER))
+        if depth < last:
+            states += decoder.run_blocks(self.river.blocks, depth, last, states[-1], rows, cache, RIVER)
         self.mark("river")
         cache.length = start + len(token_ids)
         logits = self.logits(states[-1][-1:])[0]

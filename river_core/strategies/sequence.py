@@ -42,7 +42,7 @@ class SequenceStrategy(Strategy):
     def _answer(self, rows, states, scores, cache):
         decoder, state, layers = self.decoder, states[-1], self.depth
         if self.head == "balcony" and self.depth < self.last:
-            state = decoder.run_block(decoder.blocks[-1], self.last - 1, state, rows, cache, PROPAGATED)
+            state = decoder.run_blocks(decoder.blocks, self.last - 1, self.last, state, rows, cache, PROPAGATED)[-1]
             layers += 1
             self.mark("backbone")
         cache.length = rows.stop

@@ -67,8 +67,7 @@ class VerifiedStrategy(Strategy):
         decoder = self.decoder
         rows = decoder.rows(position, 1, cache)
         hidden = decoder.embed([token_id])
-        for layer, block in enumerate(self.draft_blocks):
-            hidden = decoder.run_block(block, layer, hidden, rows, cache, DRAFT)
+        hidden = decoder.run_blocks(self.draft_blocks, 0, self.last, hidden, rows, cache, DRAFT)[-1]
         self.mark("river")
         return self.logits(hidden)[0]
 
