@@ -42,6 +42,7 @@ def _parser():
     group.add_argument("--group-size", type=int, default=64, help="weights that share a scale: 32, 64, 128")
     group.add_argument("--river-kernel", default="auto", help="auto (measured), int4, int8, dequantised")
     group.add_argument("--plain-layers", action="store_true", help="do not compile the decoder's layers")
+    group.add_argument("--full-head", action="store_true", help="do not screen the LM head of greedy lanes")
     group.add_argument("--threads", type=int, help="CPU threads (default: the cores this process may use)")
 
     decode = argparse.ArgumentParser(add_help=False)
@@ -82,7 +83,16 @@ def _parser():
     speed.add_argument("--tokens", type=int, default=128)
     speed.add_argument("--repeats", type=int, default=5)
     speed.add_argument("--methods", default="backbone,int4,river:0.95,river:0.97")
-    speed.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    speed.add_argument(
+        "--peers", default="transformers", help="comma-separated: transformers, llama.cpp (where llama-cpp-python is installed), or none"
+    )
+    speed.add_argument(
+        "--shape", metavar="NAME", help="random weights of a published shape instead of a model, such as llama3.2-1b (implies --peers none)"
+    )
+    speed.add_argument(
+        "--exit", type=int, metavar="LAYER", help="force River's exits: instead of --methods, run backbone, int4 and River leaving there"
+    )
+    speed.add_argument("--context", metavar="LENGTHS", help="comma-separated prompt lengths to go through, such as 64,512,2048")
     speed.add_argument("--json", action="store_true")
     speed.set_defaults(run=_bench)
 
@@ -154,26 +164,30 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _count(text: str, option: str) -> int:
+    """A whole number from an option; InputError if it is none."""
+    if not text.isdigit():
+        raise InputError(f"{option} takes whole numbers, not {text[:40]!r}.")
+    return int(text)
+
+
 def _say(line: str) -> None:
     """Progress goes to standard error; standard output is for results."""
     print(line, file=sys.stderr, flush=True)
 
 
-def _load(args):
+def _load(args, shape: str | None = None):
+    """The model of the options, or random weights of a shape."""
     from river_core.model import load
 
+    names = ("device", "dtype", "bits", "group_size", "threads", "river_kernel")
+    options = {name: getattr(args, name) for name in names} | {"compiled": not args.plain_layers, "screen_head": not args.full_head}
     with Progress() as progress:
-        return load(
-            args.model,
-            device=args.device,
-            dtype=args.dtype,
-            bits=args.bits,
-            group_size=args.group_size,
-            threads=args.threads,
-            river_kernel=args.river_kernel,
-            compiled=not args.plain_layers,
-            progress=progress,
-        )
+        if shape:
+            from river_core.measure.shapes import shaped_model
+
+            return shaped_model(shape, **options, progress=progress)
+        return load(args.model, **options, progress=progress)
 
 
 class Progress:
@@ -341,15 +355,13 @@ def _summary(trace, file) -> None:
 def _bench(args) -> int:
     from river_core.measure.speed import bench, format_bench
 
-    model = _load(args)
     methods = _names(args.methods)
+    if args.exit is not None:
+        methods = ("backbone", "int4", f"river@fixed:{args.exit}")
+    peers = () if args.shape or args.peers == "none" else _names(args.peers)
+    contexts = [_count(length, "--context") for length in _names(args.context or "")]
     result = bench(
-        model,
-        methods=methods,
-        tokens=args.tokens,
-        repeats=args.repeats,
-        peer=not args.no_peer,
-        report=_say,
+        _load(args, args.shape), methods=methods, tokens=args.tokens, repeats=args.repeats, peers=peers, contexts=contexts, report=_say
     )
     print(json.dumps(result, indent=1) if args.json else format_bench(result))
     return 0

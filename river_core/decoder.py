@@ -16,6 +16,7 @@ from river_core.errors import LoadError
 from river_core.kernels import KernelPlan
 from river_core.kv_cache import BACKBONE, KVCache, Slots
 from river_core.rope import Rope, Rotation
+from river_core.screening import Screen
 
 SUPPORTED_MODEL_TYPES = {
     "llama": "Llama, SmolLM2 and other models of the Llama architecture",
@@ -197,6 +198,7 @@ class Decoder:
             self.lm_head = plan.dense(weights.get("lm_head.weight", embedding))
         except KeyError as error:
             raise LoadError(f"The checkpoint lacks the tensor {error}; it is incomplete or of another architecture.") from error
+        self.screen: Screen | None = None
         tied = "lm_head.weight" not in weights or weights["lm_head.weight"].data_ptr() == embedding.data_ptr()
         self.embedding = self.lm_head.weight if tied else embedding.to(plan.device, plan.dtype)
 
@@ -334,9 +336,16 @@ class Decoder:
         cache.length = rows.stop
         return states[-1]
 
-    def head(self, hidden_state: torch.Tensor) -> torch.Tensor:
-        """Final norm and LM head: the last block's output [T, d] -> logits [T, V], float32."""
+    def head(self, hidden_state: torch.Tensor, greedy: bool = False) -> torch.Tensor:
+        """Final norm and LM head: the last block's output [T, d] -> logits [T, V], float32.
+
+        With `greedy` only the largest logit need be exact, and rows that are certain to be smaller may be minus infinity (see `screening`).
+        """
         x = rms_norm(hidden_state, self.final_norm, self.config.rms_norm_eps, self.lm_head.dtype)
+        if greedy and self.screen is not None and len(x) == 1:
+            logits = self.screen(x)
+            if logits is not None:
+                return logits[None]
         return self.lm_head(x).to(torch.float32)
 
 

@@ -320,18 +320,18 @@ def _choose_river(device, shape, dtype, bits, group_size, exact, measured):
 def _time_dense(shape, dtype, rows):
     copies = 2 if rows > 1 else _copies(shape, dtype.itemsize)
     layers = [Dense(torch.full(shape, 0.01, dtype=dtype), dtype=dtype) for _ in range(copies)]
-    return _time(layers, torch.ones(rows, shape[1], dtype=dtype))
+    return time_on_one_core(layers, torch.ones(rows, shape[1], dtype=dtype))
 
 
 def _time_packed(shape, bits, group_size):
     quantised = quantise(torch.randn(shape), bits, group_size if bits == 4 else shape[1], solver=False)
     layers = [Int4(quantised) if bits == 4 else Int8(quantised) for _ in range(_copies(shape, bits / 8))]
-    return _time(layers, torch.ones(1, shape[1], dtype=torch.bfloat16))
+    return time_on_one_core(layers, torch.ones(1, shape[1], dtype=torch.bfloat16))
 
 
 def _time_attention(dtype):
     keys = [torch.ones(1, 3, 256, 64, dtype=dtype) for _ in range(24)]
-    return _time([lambda q, k=k: F.scaled_dot_product_attention(q, k, k) for k in keys], torch.ones(1, 3, 3, 64, dtype=dtype))
+    return time_on_one_core([lambda q, k=k: F.scaled_dot_product_attention(q, k, k) for k in keys], torch.ones(1, 3, 3, 64, dtype=dtype))
 
 
 def _copies(shape, bytes_per_weight):
@@ -339,7 +339,7 @@ def _copies(shape, bytes_per_weight):
     return int(max(2, min(96, 96e6 // (shape[0] * shape[1] * bytes_per_weight) + 1)))
 
 
-def _time(layers, x):
+def time_on_one_core(layers, x):
     """Microseconds of one call on one core: the least of many, each timed by itself.
 
     One core, because the ranking is what counts, and a product split over cores waits a whole time slice, a hundred times its work, whenever something else

@@ -42,6 +42,7 @@ class Lane:
         self.method = method
         self.id = method.id
         self.strategy = method.build(model, rule)
+        self.strategy.greedy = sampling.temperature == 0
         self.prompt_ids = prompt_ids
         self.max_new_tokens = max_new_tokens
         self.prefill_mode = prefill
@@ -68,7 +69,7 @@ class Lane:
             self.cache.copy_prefix(shared.cache)
             step, elapsed, self.split = shared.step, shared.elapsed_ns, shared.split
         else:
-            step, elapsed = self._timed(lambda: self.strategy.prefill(self.prompt_ids, self.cache, self.prefill_mode))
+            (step,), elapsed = self._timed(lambda: [self.strategy.prefill(self.prompt_ids, self.cache, self.prefill_mode)])
             if sharing:
                 shared.cache, shared.step, shared.elapsed_ns, shared.split = self.cache.snapshot(), step, elapsed, self.split
         step.token = self.sampler(step.logits)
@@ -110,7 +111,7 @@ class Lane:
         """Take the step that the leader has just taken, fed the same token; the event says how this lane's scores compare."""
         index = len(self.token_ids)
         position = len(self.prompt_ids) + index - 1
-        step, elapsed = self._timed(lambda: self.strategy.step(self.token_ids[-1], position, index, self.cache))
+        (step,), elapsed = self._timed(lambda: [self.strategy.step(self.token_ids[-1], position, index, self.cache)])
         self.clock_ns += elapsed
         self.decode_ns += elapsed
         self._compare(step, leader)
@@ -158,15 +159,18 @@ class Lane:
         }  # fmt: skip
 
     def _timed(self, work):
-        """Do some decoding, token draws included, and measure it as engine time."""
-        self.strategy.marks.clear()
+        """Do some decoding, token draws included, and measure it as engine time; `work` returns its steps."""
+        self.strategy.begin()
         self._synchronise()
         start = time.perf_counter_ns()
-        result = work()
+        steps = work()
         self._synchronise()
         elapsed = time.perf_counter_ns() - start
         self.split = self._split(start)
-        return result, elapsed
+        logits = self.strategy.all_logits()
+        if logits is not None:
+            steps[-1].logits = logits
+        return steps, elapsed
 
     def _split(self, start: int) -> dict[str, int] | None:
         """Nanoseconds by part since `start`, from the strategy's marks; None on a GPU, whose work is only begun when a mark is set."""

@@ -1,20 +1,19 @@
 """Tiny random models of every supported family, in float32, with a byte-level tokenizer: exact tests need no download."""
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     Phi3Config,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 
 from river_core.decoder import Decoder
 from river_core.kernels import choose_kernels
+from river_core.measure.shapes import byte_tokenizer
 from river_core.model import Model
 from river_core.river import River
 
@@ -94,15 +93,9 @@ def random_model(config, seed: int = 0):
 
 
 def tokenizer():
-    """A tokenizer of single bytes and three special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
-    fast.chat_template = CHAT_TEMPLATE
+    """A tokenizer of single bytes and three special tokens, with a chat template."""
+    fast = byte_tokenizer(SPECIAL)
+    fast.eos_token, fast.chat_template = "<|eos|>", CHAT_TEMPLATE
     return fast
 
 

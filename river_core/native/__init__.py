@@ -1,4 +1,5 @@
-"""Runs of decoder layers for one row in compiled code (`layers.cpp`): the same products and attention, without a Python call for every small operation.
+"""Compiled code for one row: runs of decoder layers (`layers.cpp`: the same products and attention, without a Python call for every small operation), and the
+screening of the LM head (`screen.cpp`).
 
 The library is compiled once per machine and PyTorch version, in a process of its own and at low priority, while decoding goes on in Python; it is kept in
 the cache folder. Without a compiler, or if it fails, everything stays as it was.
@@ -18,7 +19,7 @@ import torch
 from river_core.files import appears_whole
 from river_core.kernels import Dense, Int4
 
-SOURCE = Path(__file__).with_name("layers.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 # Not -ffast-math: linked into a library it would make the whole process flush denormal numbers to zero.
 FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
 
@@ -41,9 +42,11 @@ class Native:
         if platform.system() == "Windows" or compiler is None:
             self.state, self.reason = "failed", "There is no C++ compiler here, so layers run operation by operation."
             return
-        command = [compiler, *FLAGS, *_machine_flags(), str(SOURCE), "-o", "{out}", *_paths(), "-ltorch", "-ltorch_cpu", "-lc10"]
-        key = hashlib.sha256("\n".join([SOURCE.read_text(), *command, torch.__version__, _processor()]).encode()).hexdigest()[:24]
-        library = folder / f"layers-{key}.so"
+        command = [compiler, *FLAGS, *_machine_flags(), *map(str, SOURCES), "-o", "{out}", *_paths(), "-ltorch", "-ltorch_cpu", "-lc10"]
+        key = hashlib.sha256(
+            "\n".join([*(source.read_text() for source in SOURCES), *command, torch.__version__, _processor()]).encode()
+        ).hexdigest()[:24]
+        library = folder / f"{key}.so"
         if library.exists():
             self._load(library)
             return
@@ -112,7 +115,8 @@ NATIVE = Native()
 def _machine_flags() -> list[str]:
     if platform.machine().lower() in ("arm64", "aarch64"):
         return ["-mcpu=native"]
-    return ["-march=native"]
+    # The library finds PyTorch's own OpenMP threads by name; a second set of threads would fight with them.
+    return ["-march=native", "-fopenmp"] if sys.platform == "linux" else ["-march=native"]
 
 
 def _paths() -> list[str]:

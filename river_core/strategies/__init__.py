@@ -48,6 +48,7 @@ class Strategy:
         rule: this lane's exit rule.
     """
 
+    greedy = False  # True: the lane takes the largest logit, and nothing in its steps needs the others
     reads_prompt_itself = False  # True: the prompt pass that other lanes share is of no use to this strategy
 
     def __init__(self, model, rule: ExitRule):
@@ -55,17 +56,27 @@ class Strategy:
         self.river = model.river
         self.rule = rule
         self.last = model.decoder.config.num_hidden_layers
-        self.marks: list[tuple[str, int]] = []  # of the step in hand: what has just ended, and when (ns)
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: forget what the last one left for its observer."""
+        self.marks: list[tuple[str, int]] = []  # what has just ended, and when (ns)
+        self._answered: torch.Tensor | None = None
 
     def mark(self, part: str) -> None:
         """Note that the work since the last mark was `part`: "backbone" (exit tests included), "river" or "head"."""
         self.marks.append((part, time.perf_counter_ns()))
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The original norm and head on states [T, d]; logits [T, V]."""
-        logits = self.decoder.head(hidden_states)
+        """The original norm and head on states [T, d]; logits [T, V], of which only the largest is certain to be there in a greedy lane."""
+        logits = self.decoder.head(hidden_states, self.greedy)
+        self._answered = hidden_states if self.greedy and self.decoder.screen is not None and len(hidden_states) == 1 else None
         self.mark("head")
         return logits
+
+    def all_logits(self) -> torch.Tensor | None:
+        """All logits [V] of the last answer, if its step did without most of them; for the observer, after the clock has stopped."""
+        return None if self._answered is None else self.decoder.head(self._answered)[0]
 
     def new_cache(self, capacity: int) -> KVCache:
         """The cache that this strategy writes to."""

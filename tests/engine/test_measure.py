@@ -7,12 +7,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from river_core import InputError, Trace
+from river_core import InputError, LoadError, Trace, compare
 from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity
 from river_core.measure.figures import figures
+from river_core.measure.floor import of_step
 from river_core.measure.prompts import read_prompts
 from river_core.measure.record import read_recipes, record
-from river_core.measure.speed import spread
+from river_core.measure.shapes import SHAPES, _llama, shaped_model
+from river_core.measure.speed import bench, format_bench, spread
 
 RECORDINGS = Path(__file__).parents[2] / "assets" / "recordings"
 
@@ -131,3 +133,49 @@ def test_the_bundled_recordings_are_what_their_recipes_say():
         assert {name: recipe[name] for name in ("slug", "title", "idea", "headline")} == {k: v for k, v in about.items() if k != "command"}
         assert trace.header["prompt"] == recipe["prompt"] and trace.done["reason"] == "finished"
         assert all(lane.end["reason"] in ("eos", "length") for lane in trace.lanes.values())
+
+
+def test_bench_reports_speed_floor_and_shares_for_every_length(tiny):
+    result = bench(tiny, methods=("backbone", "river:0.5"), tokens=6, repeats=2, peers=(), contexts=(20, 60), report=lambda line: None)
+    assert [part["prompt_tokens"] for part in result["contexts"]] == pytest.approx([20, 60], abs=3)
+    for part in result["contexts"]:
+        for lane in part["lanes"].values():
+            assert lane["tokens_per_second"]["min"] > 0 and lane["prefill_s"]["min"] > 0
+            assert lane["step_over_floor"]["median"] > 0.5  # a step holds its products, and single products on a busy machine scatter
+            assert sum(lane["shares"].values()) == pytest.approx(1, abs=0.01)
+    assert set(result["ratios"]) == {"river:0.5 / backbone"} and len(result["rounds"]) == 2
+    assert "step / floor" in format_bench(result)
+    json.dumps(result, allow_nan=False)
+
+
+def test_the_floor_grows_with_the_layers_that_ran():
+    parts = {"backbone": 2.0, "river": 1.0, "head": 5.0, "kv_read": 0.5}
+    assert of_step(parts, depth=3, river_layers=27) == 2 * 3 + 1 * 27 + 5 + 0.5 * 30
+    assert of_step(parts, depth=3, river_layers=0) == 2 * 3 + 5 + 0.5 * 3
+
+
+@pytest.mark.parametrize(
+    ("peers", "says"), [(("rocket",), "no peer"), (("llama.cpp",), "llama.cpp|GGUF"), (("transformers",), "checkpoint")]
+)
+def test_a_peer_that_cannot_run_is_explained(tiny, peers, says):
+    with pytest.raises(InputError, match=says):
+        bench(tiny, methods=("backbone",), tokens=2, repeats=1, peers=peers, report=lambda line: None)
+
+
+def test_a_shape_has_the_sizes_of_its_model_and_leaves_where_it_is_told(monkeypatch):
+    monkeypatch.setitem(SHAPES, "small", lambda: _llama(64, 128, 4, 4, 2, 16, 300, True))
+    model = shaped_model("small", dtype="bfloat16", compiled=False)
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.decoder.lm_head.shape) == (4, 64, (300, 64))
+    trace = Trace.from_events(compare(model, "Hello", ("backbone", "int4", "river@fixed:1"), max_new_tokens=5))
+    assert [lane.mean_depth for lane in trace.lanes.values()] == [4, 0, 1]
+    for name in SHAPES:
+        layers = SHAPES[name]().num_hidden_layers
+        assert layers >= 4
+    with pytest.raises(InputError, match="no shape"):
+        shaped_model("huge")
+
+
+def test_a_shape_that_does_not_fit_says_how_much_it_needs(monkeypatch):
+    monkeypatch.setattr("river_core.measure.shapes.available_memory", lambda: 1 << 30)
+    with pytest.raises(LoadError, match="needs about .* GB, and 1.1 GB are free"):
+        shaped_model("llama3.1-8b", dtype="bfloat16", river_kernel="dequantised")

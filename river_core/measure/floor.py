@@ -1,0 +1,86 @@
+"""What a decode step cannot do without: its products, each measured alone, and one read of the KV cache."""
+
+import statistics
+import time
+
+import torch
+
+from river_core.decoder import rms_norm
+from river_core.exit_rules import cosine
+
+
+class Floor:
+    """The floor of a step on this machine.
+
+    All products of a stack run in the order of a step and nothing else does, so that weights come from where they come from in a real step. Measured again in
+    every round: a machine that slows down slows step and floor alike.
+
+    Args:
+        model: from `load`. repeats: of every measurement; the median counts.
+    """
+
+    def __init__(self, model, repeats: int = 7):
+        self.model, self.repeats = model, repeats
+        self.layers = model.config.num_hidden_layers
+
+    @torch.inference_mode()
+    def measure(self, context: int) -> dict[str, float]:
+        """Milliseconds of: one backbone layer's products, one river layer's, the head as greedy lanes use it, reading and attending to one layer's cache of
+        `context` positions, one exit test."""
+        decoder, c = self.model.decoder, self.model.config
+        cache = decoder.new_cache(context)
+        cache.keys_values.normal_()
+        hidden = torch.randn(1, c.hidden_size, device=decoder.device)
+        queries = torch.randn(1, c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, c.head_dim).to(cache.keys_values)
+        keys = cache.keys_values[:, :, None].unbind(1)
+        # A state that the head has seen: on noise hardly any row could be ruled out, and screening would measure its worst case.
+        answered = decoder.forward([1], 0, decoder.new_cache(1))
+        normed = rms_norm(answered, decoder.final_norm, c.rms_norm_eps, decoder.lm_head.dtype)
+        head = decoder.screen if decoder.screen is not None and decoder.screen(normed) is not None else decoder.lm_head
+        as_floats = cache.keys_values.view(torch.float32) if c.head_dim * cache.keys_values.element_size() % 4 == 0 else cache.keys_values
+        return {
+            "backbone": self._products(decoder.blocks) / self.layers,
+            "river": self._products(self.model.river.blocks) / self.layers,
+            "head": self._time(lambda: head(normed)),
+            "kv_read": self._time(lambda: as_floats.sum()) / self.layers,
+            "attention": self._time(
+                lambda: [
+                    torch.nn.functional.scaled_dot_product_attention(queries, k, v)
+                    for k, v in zip(*(part.unbind(0) for part in keys), strict=True)
+                ]
+            )
+            / self.layers,
+            "exit_test": self._time(lambda: [cosine(hidden, hidden) for _ in range(self.layers)]) / self.layers,
+        }
+
+    def _products(self, blocks):
+        rows = {}
+        for name in ("qkv", "o", "gate_up", "down"):
+            product = getattr(blocks[0], name)
+            rows[name] = torch.randn(1, product.shape[1], device=self.model.plan.device).to(product.dtype)
+
+        def all_of_them():
+            for block in blocks:
+                for name, x in rows.items():
+                    getattr(block, name)(x)
+
+        return self._time(all_of_them)
+
+    def _time(self, work) -> float:
+        """Median milliseconds of some calls after one that warms up."""
+        cuda = self.model.plan.device.type == "cuda"
+        times = []
+        for _ in range(self.repeats + 1):
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            work()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times[1:])
+
+
+def of_step(parts: dict[str, float], depth: float, river_layers: float) -> float:
+    """The floor of a step, in milliseconds: `depth` backbone layers, `river_layers` river layers, the head, and the cache of all layers that ran."""
+    return parts["backbone"] * depth + parts["river"] * river_layers + parts["head"] + parts["kv_read"] * (depth + river_layers)

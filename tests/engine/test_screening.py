@@ -1,0 +1,113 @@
+"""The screened head gives the full head's token, always, and says nothing about the others."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from river_core import Trace, compare
+from river_core.loading import cache_dir
+from river_core.native import NATIVE
+from river_core.screening import MOST, Screen
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    NATIVE.start(cache_dir() / "native")
+    assert NATIVE.wait(), NATIVE.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.inference_mode()
+def test_the_best_row_is_the_full_heads_for_easy_and_for_crowded_races(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2000, 96, generator=generator)
+    weight[1000:1040] = weight[7] * (1 + 1e-3 * torch.randn(40, 1, generator=generator))  # rows that all but tie
+    weight[1500] = weight[20]  # and two that do
+    weight = (weight * 0.2).to(dtype)
+    screen, found = Screen(weight), 0
+    for i in range(300):
+        x = (torch.randn(1, 96, generator=generator) + 3 * (weight[7 if i % 3 else 20].float())).to(dtype)
+        full, screened = F.linear(x, weight)[0].float(), screen(x)
+        if screened is None:
+            continue
+        found += 1
+        assert int(screened.argmax()) == int(full.argmax())
+        kept = screened.isfinite()
+        assert 0 < int(kept.sum()) <= MOST
+        assert torch.equal(screened[kept], full[kept])
+    assert found > 200
+
+
+@torch.inference_mode()
+def test_no_row_is_further_from_its_score_than_the_bound_says():
+    weight = torch.randn(500, 64, generator=torch.Generator().manual_seed(1))
+    weight[3] *= 50  # one coordinate's step must not be another row's
+    screen = Screen(weight)
+    restored = screen.codes.float() * screen.scales[:, None]
+    assert torch.allclose((restored - weight).norm(dim=1), screen.errors, rtol=1e-5)
+    for _ in range(50):
+        x = torch.randn(64)
+        assert bool(((restored @ x - weight @ x).abs() <= screen.errors * x.norm() * (1 + 1e-5) + 1e-5).all())
+
+
+@torch.inference_mode()
+def test_when_too_many_rows_are_in_the_race_the_full_head_runs():
+    weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(2)).expand(MOST + 1, 64).contiguous()
+    assert Screen(weight)(weight[:1]) is None
+    model = tiny_model()
+    model.decoder.screen = Screen(weight)
+    logits = model.decoder.head(torch.randn(1, 64), greedy=True)
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "method", ["backbone", "river:0.5", "masking:0.5", "recompute:0.5", "verified+k=2", "river@maxprob:0.01", "sequence@fixed"]
+)
+def test_greedy_lanes_write_the_same_and_their_traces_keep_true_probabilities(tiny, method):
+    def run(model, **options):
+        return next(iter(Trace.from_events(compare(model, "Hello there", (method,), max_new_tokens=20, **options)).lanes.values()))
+
+    screened = tiny_model()
+    screened.decoder.screen = Screen(screened.decoder.lm_head.weight)
+    for a, b in zip(run(tiny).tokens, run(screened).tokens, strict=True):
+        assert a["id"] == b["id"] and a["exit_layer"] == b["exit_layer"] and a["top5"] == b["top5"]
+    drawn = run(tiny, temperature=1.0, seed=3), run(screened, temperature=1.0, seed=3)
+    assert drawn[0].token_ids == drawn[1].token_ids
+
+
+def test_same_text_runs_compare_whole_distributions(tiny):
+    screened = tiny_model()
+    screened.decoder.screen = Screen(screened.decoder.lm_head.weight)
+    found = [
+        Trace.from_events(compare(model, "Hello", ("backbone", "int4"), max_new_tokens=8, mode="same-text")) for model in (tiny, screened)
+    ]
+    assert found[0].agreement("int4") == found[1].agreement("int4")
+    assert 0 < found[1].agreement("int4")["kl"] < 100
+
+
+def test_the_default_model_screens_only_where_that_is_faster(default_model):
+    if default_model.decoder.screen is None:
+        assert "in full" in default_model.head_reason
+        return
+    assert "screened in 8 bits" in default_model.describe()["head"]
+    seen = []
+    full = default_model.decoder.head
+
+    def spy(hidden_state, greedy=False):
+        logits = full(hidden_state, greedy)
+        if greedy:
+            seen.append((int(logits[0].argmax()), int(full(hidden_state)[0].argmax()), int(logits.isfinite().sum())))
+        return logits
+
+    default_model.decoder.head = spy
+    try:
+        list(compare(default_model, "Why is the sky blue?", ("river:0.95", "masking"), max_new_tokens=24))
+    finally:
+        del default_model.decoder.head
+    assert len(seen) >= 40 and all(a == b for a, b, _ in seen)
+    assert min(kept for _, _, kept in seen) < 100  # it did screen

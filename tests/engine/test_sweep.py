@@ -1,0 +1,131 @@
+"""The sweep measures each method at each threshold on the backbone's text; here on a tiny model."""
+
+import json
+import time
+
+import pytest
+
+from river_core import InputError
+from river_core.cli import main
+from river_core.measure.sweep import at_threshold, format_sweep, lanes_of, read_taus, sweep
+
+NEVER, ALWAYS = 1.5, -1.0  # a cosine is never above the first and nearly always above the second
+
+
+def points_of(events) -> dict:
+    *progress, last = events
+    assert all(event["type"] == "progress" for event in progress)
+    assert last["type"] == "points"
+    return last
+
+
+@pytest.fixture(scope="module")
+def result(tiny):
+    return points_of(sweep(tiny, "Hello", ("river", "masking", "int4"), (ALWAYS, 0.5, NEVER), max_new_tokens=10, repeats=2))
+
+
+def test_each_method_gets_a_point_at_each_threshold_and_one_where_it_has_none(result):
+    points = [(point["method"], point["tau"]) for point in result["points"]]
+    thresholds = [ALWAYS, 0.5, NEVER]
+    assert points == [("backbone", None), *(("river", t) for t in thresholds), *(("masking", t) for t in thresholds), ("int4", None)]
+    assert len({point["lane"] for point in result["points"]}) == len(points)
+    assert result["repeats"] == 2 and result["reason"] == "finished"
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_lane_that_never_leaves_is_the_backbone_and_agrees_with_it(result):
+    layers = result["header"]["model"]["n_layers"]
+    for point in result["points"]:
+        if point["tau"] == NEVER or point["method"] == "backbone":
+            assert point["agreement"] == 1 and point["kl"] == pytest.approx(0, abs=1e-5) and point["mean_depth"] == layers
+
+
+def test_a_lower_threshold_runs_fewer_layers_and_agrees_no_more_than_always(result):
+    for method in ("river", "masking"):
+        low, middle, high = (point for point in result["points"] if point["method"] == method)
+        assert low["mean_depth"] <= middle["mean_depth"] <= high["mean_depth"]
+        assert low["mean_depth"] < high["mean_depth"]
+        assert 0 <= low["agreement"] <= 1
+        assert low["kl"] > high["kl"]
+    assert next(point for point in result["points"] if point["method"] == "int4")["mean_depth"] == 0
+
+
+def test_speeds_carry_their_spread_and_speed_ups_belong_to_the_backbone(result):
+    for point in result["points"]:
+        for key in ("tokens_per_second", "speed_up"):
+            spread = point[key]
+            assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+    assert result["points"][0]["speed_up"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    assert all(point["label"] in format_sweep(result) for point in result["points"])
+
+
+def test_progress_goes_from_the_first_token_to_the_end(tiny):
+    events = list(sweep(tiny, "Hello", ("river",), (0.5,), max_new_tokens=4, repeats=2))
+    fractions = [event["fraction"] for event in events[:-1]]
+    assert fractions == sorted(fractions) and 0 < fractions[0] < fractions[-1] <= 1
+    assert [event["repeat"] for event in events[:-1]] == sorted(event["repeat"] for event in events[:-1])
+
+
+def test_stop_ends_it_before_the_next_token_and_keeps_finished_repeats_only(tiny):
+    seen = []
+    events = sweep(tiny, "Hello", ("river",), (0.5,), max_new_tokens=100, repeats=50, stop=lambda: len(seen) >= 3)
+    start = time.monotonic()
+    for event in events:
+        seen.append(event)
+    assert time.monotonic() - start < 5
+    assert len(seen) == 4
+    assert seen[-1] | {"header": None} == {"type": "points", "header": None, "repeats": 0, "reason": "stop", "points": []}
+
+
+def test_thresholds_come_from_a_text_in_order_and_once():
+    assert read_taus("0.97, 0.9;0.95 0.9") == (0.9, 0.95, 0.97)
+
+
+@pytest.mark.parametrize(("text", "says"), [("", "at least one"), ("0.9, near one", "must be a number"), ("nan", "must be a number")])
+def test_thresholds_that_cannot_be_used_get_a_sentence(text, says):
+    with pytest.raises(InputError, match=says):
+        read_taus(text)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("river", "river:0.9"),
+        ("recompute+cap=4", "recompute:0.9+cap=4"),
+        ("river@margin", "river@margin:0.9"),
+        ("int4", None),
+        ("river:0.5", None),
+        ("masking@fixed", None),
+    ],
+)
+def test_a_threshold_goes_where_the_name_has_room_for_one(method, name):
+    assert at_threshold(method, 0.9) == name
+
+
+def test_the_backbone_is_always_there_and_never_twice():
+    assert [name for name, _, _ in lanes_of(("river", "backbone", "river"), (0.5,))] == ["backbone", "river:0.5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"methods": ("verified",)}, "cannot be fed"),
+        ({"methods": ("stream",)}, "no method"),
+        ({"methods": ("backbone",)}, "beside the backbone"),
+        ({"methods": ("river",), "taus": [i / 100 for i in range(50)]}, "at most"),
+        ({"methods": ("river",), "repeats": 0}, "at least one repeat"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_with_a_sentence(tiny, arguments, says):
+    with pytest.raises(InputError, match=says):
+        next(sweep(tiny, "Hello", **arguments))
+
+
+def test_the_command_prints_the_result_that_the_page_can_show(tiny, monkeypatch, capsys):
+    monkeypatch.setattr("river_core.cli._load", lambda args: tiny)
+    command = ["sweep", "Hello", "--taus", "0.5", "--methods", "river,int4", "--max-new-tokens", "4", "--repeats", "1"]
+    assert main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [point["lane"] for point in result["points"]] == ["backbone", "river", "int4"]
+    assert main(command) == 0
+    assert "River, tau 0.5" in capsys.readouterr().out
