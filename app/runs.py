@@ -1,7 +1,8 @@
 """Runs: one engine thread, the line of runs in front of it, and what each run has said so far.
 
 A run belongs to one visitor. Its events are kept as JSON text, written once by the engine thread; the page reads
-them in batches and may ask for all of them again by the run's secret id.
+them in batches and may ask for all of them again by the run's secret id. Whatever the page can show in full, a finished
+run, an opened file or a bundled recording, is a trace that `Runs.trace` finds by its id.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.model_host import ModelHost, ModelUnavailable, is_sentence
+from app.recordings import PREFIX, Recording, read_recordings
 from app.settings import Settings
+
+if TYPE_CHECKING:
+    from river_core.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +35,24 @@ BEAT_S = 0.08
 
 FINAL = ("done", "failed")
 
+UPLOAD_BYTES = 8 << 20
+"""Of a trace file that a visitor opens, as it is sent: gzipped."""
+UNPACKED_BYTES = 48 << 20
+"""Of such a file after unpacking: seven lanes of 2,000 tokens over 80 layers take less."""
+
+
+Job = Callable[[Any, Callable[[], bool]], Iterator[dict[str, Any]]]
+"""(model, stop) -> events, each with a "type"."""
+
 
 class Run:
-    """One visitor's run: its settings, its stop flag, and its events as JSON texts."""
+    """One visitor's run: its settings (or another job, such as a sweep), its stop flag, and its events as JSON texts."""
 
-    def __init__(self, session: str, settings: Settings | None, state: str = "queued"):
+    def __init__(self, session: str, settings: Settings | None, state: str = "queued", job: Job | None = None):
         self.id = secrets.token_urlsafe(16)
         self.session = session
         self.settings = settings
+        self.job = job
         self.stop = threading.Event()
         self.created = time.monotonic()
         # On a ZeroGPU Space the visitor's quota hangs on this context, not on the engine thread's own.
@@ -64,9 +79,22 @@ class Run:
         return self._state in FINAL
 
     @property
+    def ending(self) -> str | None:
+        """The sentence that says why it ended, if there is more to say than that it is done."""
+        return self._message
+
+    @property
     def state(self) -> str:
         """As the page shows it: a run that was told to stop is "stopping" until the engine has let go of it."""
         return "stopping" if self.stop.is_set() and not self.final else self._state
+
+    def trace(self) -> Trace | None:
+        """What the run has written, as a trace; None if it has written nothing."""
+        from river_core.trace import Trace  # the engine's libraries load while the page is already being served
+
+        with self._lock:
+            events = list(self._events)
+        return Trace.from_events(json.loads(event) for event in events) if events else None
 
     def message(self, start: int, queue: dict[str, int] | None) -> tuple[str, int]:
         """The channel message with the events from index `start` on, and the index to go on from.
@@ -91,7 +119,8 @@ class Runs:
     as long.
 
     `compare` has the signature of `river_core.compare`. Runs are dropped `ttl_s` after their start or when more than
-    `keep` are held; at most `waiting` runs may stand in line.
+    `keep` are held, and so are opened files; at most `waiting` runs may stand in line. `recordings` are the bundled ones
+    by default.
     """
 
     def __init__(
@@ -102,11 +131,15 @@ class Runs:
         keep: int = 32,
         waiting: int = 16,
         ttl_s: float = 900.0,
+        recordings: dict[str, Recording] | None = None,
     ):
+        self.recordings = read_recordings() if recordings is None else recordings
         self._host = host
         self._compare = compare
         self._keep, self._waiting, self._ttl_s = keep, waiting, ttl_s
         self._runs: OrderedDict[str, Run] = OrderedDict()
+        self._files: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # opened ones: when, and as they were sent
+        self._opening = threading.Lock()
         self._line: deque[Run] = deque()
         self._turn = threading.Condition()
         self._current: Run | None = None  # the head of the line, once the engine thread has taken it up
@@ -116,16 +149,21 @@ class Runs:
         threading.Thread(target=self._work, name="engine", daemon=True).start()
         return self
 
-    def start(self, session: str, settings: Settings) -> Run:
-        """Put a run at the end of the line; an older run of the same visitor is stopped."""
-        run = Run(session, settings, "waiting" if self._host.loading else "queued")
+    def start(self, session: str, settings: Settings | None, job: Job | None = None) -> Run:
+        """Put a run at the end of the line; an older run of the same visitor is stopped.
+
+        A `job` takes the place of a comparison: whatever else needs the engine. Only its own stream reads it: it is no
+        trace, and has no id to be found by.
+        """
+        run = Run(session, settings, "waiting" if self._host.loading else "queued", job)
         self.stop_session(session)
         with self._turn:
             self._forget()
             if len(self._line) > self._waiting:
                 run.move("failed", f"{self._waiting} runs are waiting already. Please try again in a minute.")
                 return run
-            self._runs[run.id] = run
+            if job is None:
+                self._runs[run.id] = run
             self._line.append(run)
             self._turn.notify_all()
         return run
@@ -139,6 +177,43 @@ class Runs:
     def find(self, run_id: str) -> Run | None:
         with self._turn:
             return self._runs.get(run_id)
+
+    def trace(self, trace_id: str) -> Trace | None:
+        """The trace behind an id: "recording:<slug>", or the secret id of a finished run or of an opened file."""
+        from river_core.trace import Trace
+
+        if trace_id.startswith(PREFIX):
+            recording = self.recordings.get(trace_id.removeprefix(PREFIX))
+            return Trace.from_dict(json.loads(recording.text)) if recording else None
+        run = self.find(trace_id)
+        if run:
+            return run.trace() if run.final else None
+        with self._turn:
+            _, raw = self._files.get(trace_id, (0.0, None))
+        return Trace.from_bytes(raw, UNPACKED_BYTES) if raw else None
+
+    def open_file(self, raw: bytes) -> tuple[str, str]:
+        """Take in a trace file that a visitor opened: its new secret id, and the trace as JSON text.
+
+        Raises:
+            TraceError: with one sentence, if it is too large, damaged, or no trace of a known version.
+        """
+        from river_core.trace import Trace, TraceError
+
+        if len(raw) > UPLOAD_BYTES:
+            raise TraceError(f"The file is larger than {UPLOAD_BYTES >> 20} MB when compressed, which is the most that can be opened here.")
+        with self._opening:  # one at a time: a hostile file may need twenty times its size for a moment
+            trace = Trace.from_bytes(raw, UNPACKED_BYTES)
+            try:
+                text = to_json(trace.to_dict())
+            except (ValueError, RecursionError):
+                raise TraceError("The trace is damaged: it holds a value that JSON does not have, such as NaN.") from None
+        file_id, now = secrets.token_urlsafe(16), time.monotonic()
+        with self._turn:
+            while self._files and (len(self._files) >= self._keep or next(iter(self._files.values()))[0] < now - self._ttl_s):
+                self._files.popitem(last=False)
+            self._files[file_id] = now, raw
+        return file_id, text
 
     def stop_session(self, session: str) -> None:
         """Stop every run of one visitor. A run still in line leaves it now; a running one at its next token."""
@@ -156,6 +231,13 @@ class Runs:
         if run not in line or line[0] is run:
             return None
         return {"place": line.index(run) + 1, "waiting": len(line) - 1}
+
+    def presets(self) -> dict[str, float]:
+        """The thresholds that the loaded model offers, by name; none while it is not there."""
+        try:
+            return self._host.model().tau_presets
+        except ModelUnavailable:
+            return {}
 
     @property
     def busy(self) -> bool:
@@ -202,7 +284,7 @@ class Runs:
                 run.move("done", "Stopped before it began.")
                 return
             run.move("running")
-            events = self._compare(model, stop=run.stop.is_set, **asdict(run.settings))
+            events = run.job(model, run.stop.is_set) if run.job else self._compare(model, stop=run.stop.is_set, **asdict(run.settings))
             with contextlib.closing(events):
                 for event in events:
                     run.push(event)
@@ -236,6 +318,9 @@ def encode_event(event: dict[str, Any]) -> str:
             "similarity": [short(value) for value in event["similarity"]],
             "top5": [[token, text, short(probability)] for token, text, probability in event["top5"]],
         }
+    elif event["type"] == "prefill" and "similarity" in event:
+        # The rows of all prompt tokens: three digits are what a colour can show.
+        event = event | {"similarity": [[short(value, 3) for value in row] for row in event["similarity"]]}
     elif event["type"] == "fidelity":
         # By position and layer; three digits are what the page shows, and a third of the bytes.
         rows = {key: [[round(value, 3) for value in row] for row in event[key]] for key in ("k_cos", "v_cos", "k_err", "v_err")}
@@ -243,8 +328,8 @@ def encode_event(event: dict[str, Any]) -> str:
     return to_json(event)
 
 
-def short(value: float | None) -> float | None:
-    return round(value, 4) if value is not None and math.isfinite(value) else None
+def short(value: float | None, digits: int = 4) -> float | None:
+    return round(value, digits) if value is not None and math.isfinite(value) else None
 
 
 def to_json(value: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_LANES = 12
+
 
 class SettingsError(ValueError):
     """A control holds something that cannot be used; `str(error)` is the sentence shown on the page."""
@@ -40,8 +42,9 @@ def read_settings(
     prefill: str,
     timing: str,
     mode: str = "free",
+    more: str | None = "",
 ) -> Settings:
-    """Check the raw values of the controls.
+    """Check the raw values of the controls. `more` names further lanes, separated by commas, after those of `lanes`.
 
     Only what the engine cannot know is judged here (an empty box, a word where a number belongs); ranges and
     lengths are the engine's to judge, which also reports what it used instead. `tau` may use a decimal comma;
@@ -52,14 +55,17 @@ def read_settings(
     """
     if not prompt or not prompt.strip():
         raise SettingsError("The prompt is empty. Type a question or pick an example, then press Run.")
-    if not lanes:
+    methods = (*(lanes or ()), *(name.strip() for name in (more or "").split(",") if name.strip()))
+    if not methods:
         raise SettingsError("No lane is switched on. Tick at least one, for example Backbone and River.")
+    if len(methods) > MOST_LANES:
+        raise SettingsError(f"These are {len(methods)} lanes; at most {MOST_LANES} run side by side here. Take some out.")
     if max_tokens is None:
         raise SettingsError("Max tokens is empty. Give a whole number such as 96.")
     return Settings(
         prompt=prompt,
         chat=bool(chat),
-        methods=tuple(lanes),
+        methods=methods,
         tau=read_tau(tau),
         max_new_tokens=int(max_tokens),
         temperature=float(temperature or 0.0),

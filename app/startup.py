@@ -32,7 +32,7 @@ def measure() -> dict[str, float]:
                 time.sleep(0.05)
         page = time.perf_counter() - start
         client = Client(url, analytics_enabled=False, verbose=False)
-        arguments = ["Why is the sky blue?", True, ["backbone", "int4", "river"], "", 16, 0, 0, 1, 0, "full", "race", "free"]
+        arguments = ["Why is the sky blue?", True, ["backbone", "int4", "river"], "", 16, 0, 0, 1, 0, "full", "race", "free", ""]
         job = client.submit(*arguments, api_name="/run")
         for text in job:
             if any(event["type"] == "token" for event in json.loads(text)["events"]):

@@ -1,27 +1,28 @@
-"""The controls of the page and their wiring to the runs."""
+"""The page around the stage: three tabs, the controls of a run, and their wiring to the runs."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from app import stage
+from app import analysis, export, stage
+from app.api import trace_endpoint
 from app.examples import EXAMPLES
-from app.model_host import ModelHost
-from app.runs import Runs
+from app.model_host import ModelHost, is_sentence
+from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
 from app.settings import SettingsError, read_settings
 
 TITLE = "River Explorer"
 MASTHEAD = f"""
 <header class="masthead">
-  <div>
-    <h1>{TITLE}</h1>
-    <p>Watch a language model decide, token by token, how many of its layers it needs.</p>
-  </div>
+  <h1>{TITLE}</h1>
+  <p>Watch a language model decide, token by token, how many of its layers it needs.</p>
   <div id="model-pill" class="pill" data-model-state="loading">
     <span class="pill-dot" aria-hidden="true"></span><span class="pill-text">starting the engine</span>
     <span class="pill-bar" aria-hidden="true"></span>
@@ -43,8 +44,13 @@ FIRST_LANES = ["backbone", "int4", "river"]
 MODES = [
     ("Each lane writes its own text", "free"),
     ("Same text: every lane reads the backbone’s", "same-text"),
-    ("Same text, same exits: only the KV strategy differs", "same-exits"),
+    ("Same text and exits: only the KV strategy differs", "same-exits"),
 ]
+MORE_LANES_HELP = (
+    "Any method, also one twice with two thresholds, separated by commas: NAME[@RULE][:VALUE][+OPTION=VALUE]. "
+    "Names: backbone, int4, river, verified, recompute, replay, propagation, masking, monotone, skipdecode, sequence. "
+    "Rules: similarity, maxprob, margin, entropy, fixed, never."
+)
 PRESETS = ["fast", "balanced", "careful"]
 PAGE_CSS = Path(__file__).with_name("page.css")
 
@@ -53,39 +59,15 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
     """The page as Gradio blocks. Every visitor's run goes through `runs`; nothing of a run is kept in here."""
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as demo:
         gr.HTML(MASTHEAD, apply_default_css=False, elem_id="masthead")
-        with gr.Row(elem_id="controls", equal_height=False):
-            with gr.Column(scale=3, min_width=300):
-                prompt = gr.Textbox(EXAMPLES[0][1], label="Prompt", lines=8, max_lines=12, elem_id="prompt")
-                chat = gr.Checkbox(True, label="Chat template (ask the model as an assistant)", elem_id="chat")
-                gr.Examples(
-                    [[text] for _, text in EXAMPLES],
-                    inputs=[prompt],
-                    label="Examples",
-                    example_labels=[label for label, _ in EXAMPLES],
-                    cache_examples=False,
-                    api_visibility="private",
-                    elem_id="examples",
-                )
-            with gr.Column(scale=2, min_width=300):
-                lanes = gr.CheckboxGroup(LANES, value=FIRST_LANES, label="Lanes", elem_id="lanes")
-                mode = gr.Radio(MODES, value="free", label="What is compared", elem_id="mode")
-                preset = gr.Radio(PRESETS, value="balanced", label="Exit threshold tau", interactive=False, elem_id="preset")
-                with gr.Row():
-                    tau = gr.Textbox("", label="Tau", placeholder="the model’s own", max_lines=1, min_width=120, elem_id="tau")
-                    max_tokens = gr.Number(96, label="Max tokens", precision=0, min_width=120, elem_id="max-tokens")
-                with gr.Accordion("Sampling", open=False, elem_id="sampling"):
-                    with gr.Row():
-                        temperature = gr.Number(0, label="Temperature (0 = greedy)", step=0.1, min_width=130)
-                        top_k = gr.Number(0, label="Top-k (0 = off)", precision=0, min_width=130)
-                        top_p = gr.Number(1, label="Top-p (1 = off)", step=0.05, min_width=130)
-                        seed = gr.Number(0, label="Seed", precision=0, min_width=130)
-                    prefill = gr.Radio([("all layers", "full"), ("sequence-level exit", "sequence")], value="full", label="Prefill")
-                    timing = gr.Radio([("race", "race"), ("one after another", "sequential")], value="race", label="Timing")
-                with gr.Row(elem_id="actions"):
-                    run_button = gr.Button("Run", variant="primary", elem_id="run", min_width=120, scale=2)
-                    stop_button = gr.Button("Stop", variant="secondary", elem_id="stop", min_width=90)
+        with gr.Tabs(elem_id="tabs", selected="watch"):
+            with gr.Tab("Watch", id="watch", elem_id="watch-tab"):
+                gr.HTML('<div id="watch"></div>', apply_default_css=False, elem_id="watch-panel")
+            with gr.Tab("Run", id="run", elem_id="run-tab"):
+                controls = run_controls()
+            with gr.Tab("Analyse", id="analyse", elem_id="analyse-tab"):
+                analysis.build(runs)
 
-        # Functions that the stage calls by itself; Gradio always hands them one argument.
+        # Functions that the page's script calls by itself; Gradio always hands them one argument.
         def model_status(_: Any = None) -> dict[str, Any]:
             return host.status()
 
@@ -93,59 +75,148 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
             run = runs.find(str(run_id))
             return run.message(0, runs.place(run))[0] if run else None
 
+        def recordings(_: Any = None) -> list[dict[str, str]]:
+            return [recording.about() for recording in runs.recordings.values()]
+
+        def recording(slug: str) -> str | None:
+            """The trace as JSON text; an empty slug stands for the first one."""
+            found = runs.recordings.get(str(slug)) if slug else next(iter(runs.recordings.values()), None)
+            return found.text if found else None
+
+        def open_trace(file: Any) -> dict[str, str]:
+            """{id, trace}, the trace as JSON text; or {error} with one sentence. `file` is {name, data}, the data in base64."""
+            try:
+                raw = base64.b64decode(file["data"], validate=True)
+            except (ValueError, TypeError, KeyError):
+                return {"error": "The file did not arrive whole. Open it again."}
+            try:
+                file_id, text = runs.open_file(raw)
+            except Exception as error:
+                if not is_sentence(error):
+                    raise
+                return {"error": str(error)}
+            return {"id": file_id, "trace": text}
+
+        def download(wanted: Any) -> dict[str, str]:
+            return export.download(runs, wanted)
+
         channel = gr.HTML(
             "",
-            html_template='<div class="stage-root"></div>',
+            html_template='<div class="page-note" hidden></div><div class="stage-root"></div>',
             js_on_load=stage.page_script(),
-            server_functions=[model_status, snapshot],
+            server_functions=[model_status, snapshot, recordings, recording, open_trace, download],
+            limits={"sent": UPLOAD_BYTES, "unpacked": UNPACKED_BYTES},
             apply_default_css=False,
             elem_id="stage",
         )
-
-        async def run(
-            prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, request: gr.Request
-        ) -> AsyncIterator[str]:
-            session = request.session_hash or ""
-            # The boxes come in the order in which they were ticked.
-            lanes = [value for _, value in LANES if value in (lanes or [])]
-            try:
-                settings = read_settings(prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode)
-                current = runs.start(session, settings)
-            except SettingsError as error:
-                current = runs.refuse(session, str(error))
-            async with aclosing(runs.stream(current)) as messages:
-                async for message in messages:
-                    yield message
-
-        def stop(request: gr.Request) -> None:
-            runs.stop_session(request.session_hash or "")
-
-        def fit_to_model(typed_tau: str):
-            model = host.model()
-            label = "Exit threshold tau" if model.calibrated else "Exit threshold tau (not calibrated for this model)"
-            choices = [(f"{name} {value:g}", f"{value:g}") for name, value in model.tau_presets.items()]
-            value = typed_tau.strip() or f"{model.default_tau:g}"
-            return gr.Radio(choices, value=value, label=label, interactive=True), value
-
-        inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode]
-        gr.on(
-            [run_button.click, prompt.submit],
-            run,
-            inputs,
-            channel,
-            api_name="run",
-            show_progress="hidden",
-            trigger_mode="once",
-            concurrency_limit=None,
-        )
-        private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-        stop_button.click(stop, None, None, **private)
-        channel.model_ready(fit_to_model, tau, [preset, tau], **private)
-        preset.input(None, preset, tau, js="(value) => value", **private)
-        tau.input(None, tau, preset, js="(value) => value.trim()", **private)
-        demo.unload(stop)
+        wire(demo, controls, channel, host, runs)
+        gr.api(trace_endpoint(runs), api_name="trace", concurrency_limit=None)
     # Runs wait in our own line, which knows places; Gradio's queue only passes them on.
     return demo.queue(api_open=False, max_size=64)
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What the Run tab is made of; `inputs` are the arguments of a run, in the order of `read_settings`."""
+
+    inputs: list[gr.components.Component]
+    prompt: gr.Textbox
+    tau: gr.Textbox
+    preset: gr.Radio
+    more: gr.Textbox
+    run: gr.Button
+    stop: gr.Button
+
+
+def run_controls() -> Controls:
+    with gr.Row(elem_id="controls", equal_height=False):
+        with gr.Column(scale=5, min_width=280):
+            prompt = gr.Textbox(EXAMPLES[0][1], label="Prompt", lines=5, max_lines=5, elem_id="prompt")
+            example = gr.Dropdown(
+                [(label, text) for label, text in EXAMPLES], value=None, label="Load an example prompt", filterable=False, elem_id="example"
+            )
+            chat = gr.Checkbox(True, label="Chat template (ask the model as an assistant)", elem_id="chat")
+        with gr.Column(scale=4, min_width=280):
+            lanes = gr.CheckboxGroup(LANES, value=FIRST_LANES, label="Lanes", elem_id="lanes")
+        with gr.Column(scale=4, min_width=280):
+            mode = gr.Dropdown(MODES, value="free", label="What is compared", filterable=False, elem_id="mode")
+            preset = gr.Radio(PRESETS, value="balanced", label="Exit threshold tau", interactive=False, elem_id="preset")
+            with gr.Row():
+                tau = gr.Textbox("", label="Tau", placeholder="the model’s own", max_lines=1, min_width=90, elem_id="tau")
+                max_tokens = gr.Number(96, label="Max tokens", precision=0, min_width=90, elem_id="max-tokens")
+            with gr.Row(elem_id="actions"):
+                run_button = gr.Button("Run", variant="primary", elem_id="run", min_width=110, scale=2)
+                stop_button = gr.Button("Stop", variant="secondary", elem_id="stop", min_width=80)
+    with gr.Accordion("More lanes, sampling, prefill and timing", open=False, elem_id="sampling"):
+        more = gr.Textbox(
+            "", label="More lanes", placeholder="river:0.95, masking@fixed:12", info=MORE_LANES_HELP, max_lines=1, elem_id="more"
+        )
+        with gr.Row():
+            temperature = gr.Number(0, label="Temperature (0 = greedy)", step=0.1, min_width=130)
+            top_k = gr.Number(0, label="Top-k (0 = off)", precision=0, min_width=110)
+            top_p = gr.Number(1, label="Top-p (1 = off)", step=0.05, min_width=110)
+            seed = gr.Number(0, label="Seed", precision=0, min_width=90)
+            prefill = gr.Dropdown(
+                [("all layers", "full"), ("sequence-level exit", "sequence")],
+                value="full",
+                label="Prefill",
+                filterable=False,
+                min_width=150,
+            )
+            timing = gr.Dropdown(
+                [("race", "race"), ("one after another", "sequential")], value="race", label="Timing", filterable=False, min_width=150
+            )
+    example.input(None, example, prompt, js="(text) => text", queue=False, show_progress="hidden", api_visibility="private")
+    inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more]
+    return Controls(inputs, prompt, tau, preset, more, run_button, stop_button)
+
+
+def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost, runs: Runs) -> None:
+    """The events of the page: a run and its stop, and the model's own thresholds once it is known."""
+
+    async def run(
+        prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more, request: gr.Request
+    ) -> AsyncIterator[str]:
+        session = request.session_hash or ""
+        # The boxes come in the order in which they were ticked.
+        lanes = [value for _, value in LANES if value in (lanes or [])]
+        try:
+            settings = read_settings(prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more)
+            current = runs.start(session, settings)
+        except SettingsError as error:
+            current = runs.refuse(session, str(error))
+        async with aclosing(runs.stream(current)) as messages:
+            async for message in messages:
+                yield message
+
+    def stop(request: gr.Request) -> None:
+        runs.stop_session(request.session_hash or "")
+
+    def fit_to_model(typed_tau: str):
+        model = host.model()
+        label = "Exit threshold tau" if model.calibrated else "Exit threshold tau (not calibrated for this model)"
+        choices = [(f"{name} {value:g}", f"{value:g}") for name, value in model.tau_presets.items()]
+        value = typed_tau.strip() or f"{model.default_tau:g}"
+        return gr.Radio(choices, value=value, label=label, interactive=True), value
+
+    gr.on(
+        [controls.run.click, controls.prompt.submit, controls.more.submit],
+        run,
+        controls.inputs,
+        channel,
+        api_name="run",
+        # For the page and its tests; programs have /trace.
+        api_visibility="undocumented",
+        show_progress="hidden",
+        trigger_mode="once",
+        concurrency_limit=None,
+    )
+    private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    controls.stop.click(stop, None, None, **private)
+    channel.model_ready(fit_to_model, controls.tau, [controls.preset, controls.tau], **private)
+    controls.preset.input(None, controls.preset, controls.tau, js="(value) => value", **private)
+    controls.tau.input(None, controls.tau, controls.preset, js="(value) => value.trim()", **private)
+    demo.unload(stop)
 
 
 def theme() -> gr.themes.Base:
@@ -202,7 +273,8 @@ def theme() -> gr.themes.Base:
 
 def launch_options() -> dict[str, Any]:
     """Arguments of `demo.launch` that belong to the page rather than to the machine it runs on."""
-    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style()
+    gr.set_static_paths(analysis.static_paths())
+    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style() + analysis.style()
     return {
         "theme": theme(),
         "head": f"<style>{style}</style>",

@@ -11,8 +11,14 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-MODULES = ["ramp.js", "store.js", "inspector.js", "stage.js"]
+MODULES = [
+    *("ramp.js", "save.js", "store.js", "inspector.js", "layout.js", "surface.js", "paint.js", "grids.js", "table.js"),
+    *("headline.js", "memory.js", "runcard.js", "race.js", "texts.js", "player.js", "transport.js", "keys.js", "stage.js"),
+]
 """In order of dependency. Their top-level names share one scope once joined and must differ."""
+
+PAGE_MODULES = ["link.js", "upload.js", "watch.js", "glue.js"]
+"""What the page adds to them."""
 
 IMPORT = re.compile(r"^import\s[^;]*;\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)
@@ -26,8 +32,8 @@ def script(*extra: str) -> str:
 
 def page_script() -> str:
     """What gr.HTML runs on load: the stage, and the glue that feeds it from Gradio."""
-    return script("glue.js") + "\nconnect({ element, props, server, trigger, watch });\n//# sourceURL=river-stage.js\n"
+    return script(*PAGE_MODULES) + "\nconnect({ element, props, server, trigger, watch });\n//# sourceURL=river-stage.js\n"
 
 
 def style() -> str:
-    return (HERE / "stage.css").read_text(encoding="utf-8")
+    return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("stage.css", "grids.css"))

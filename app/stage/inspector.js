@@ -1,7 +1,7 @@
 // The docked card about one token. Text of the prompt and of the model enters the page through textContent only.
 
 import { css, depthColour } from "./ramp.js";
-import { layersOf, slotFidelity } from "./store.js";
+import { backboneOf, fillingsOf, layersOf, slotFidelity } from "./store.js";
 
 /** A DOM element with attributes and children; strings become text nodes, null children are left out. */
 export function el(tag, attributes = {}, ...children) {
@@ -13,35 +13,106 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** Set a node's text, without touching a page that shows it already. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 /** A token's text with its white space made visible, for places where a single token stands alone. */
 export function visible(text) {
   if (text === "") return "∅";
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
-const OWNERS = {
+const SLOT_OWNERS = {
   backbone: "backbone",
   river: "river",
   propagated: "propagated",
   draft: "draft",
-  none: "nobody",
+  recomputed: "recomputed",
+  none: "empty",
+};
+
+// How the facts are known.
+const KNOWN = {
+  Layers: "Counted by the engine: blocks of the backbone and of the river that this token was taken through",
+  "Engine time": "Measured around this step, the drawing of the token included",
+  "Time split": "Measured parts of the step; other is the rest, computed",
+  "KV slots": "Who holds the slots of this position, as the engine’s cache says",
+  "Against the backbone": "Computed from both caches when the run had ended",
+  "Would take": "Computed from this lane’s and the backbone’s scores for the next token",
+  Draft: "Counted by the engine",
+  Pending: "Counted by the engine",
+  "Filled now": "As the engine’s cache says",
 };
 
 function fact(name, ...value) {
-  return el("div", { class: "fact" }, el("dt", {}, name), el("dd", {}, ...value));
+  return el("div", { class: "fact", title: KNOWN[name] ?? null }, el("dt", {}, name), el("dd", {}, ...value));
 }
 
-function exitSentence(token, lane, layers) {
-  if (token.from_prefill) return "Written by the prefill.";
+/** The highest score that the exit test saw, as [score, layer], or null. */
+function highest(token, rule) {
+  let best = null;
+  token.similarity.forEach((score, at) => {
+    const layer = at + 1;
+    const tested = layer <= token.tested && layer >= (rule.floor ?? 1) && (!Array.isArray(rule.layers) || rule.layers.includes(layer));
+    if (tested && typeof score === "number" && (!best || score > best[0])) best = [score, layer];
+  });
+  return best;
+}
+
+const SCORES = {
+  maxprob: ["the probability of its best token", (top5) => top5[0]?.[2]],
+  margin: ["the margin between its two best tokens", (top5) => top5[0]?.[2] - top5[1]?.[2]],
+  entropy: ["its certainty (1 less the normalised entropy)", () => undefined],
+};
+
+/** Why a head rule let a token go. The score stands in the trace only where the answer comes from the exit state itself. */
+function headRuleWords(token, lane) {
+  const [what, score] = SCORES[lane.rule.name];
+  const value = lane.untrainedHead ? score(token.top5) : undefined;
+  return Number.isFinite(value) ? `${what}, ${value.toFixed(3)}, passed ${lane.rule.threshold}` : `${what} passed ${lane.rule.threshold}`;
+}
+
+function limitsOfRule(rule) {
+  if (Array.isArray(rule.layers)) return `; it may leave after layers ${rule.layers.join(", ")} only`;
+  return rule.floor > 1 ? `; it may not leave before layer ${rule.floor}` : "";
+}
+
+/** Why a token left where it did, in words with the numbers that decided. */
+export function exitSentence(token, lane, layers) {
+  const rule = lane.rule ?? {};
   const depth = token.exit_layer;
-  if (depth >= layers) return `Ran all ${layers} layers.`;
-  if (depth === 0) return "Ran in the 4-bit river from the first layer on.";
-  if (lane.rule?.name === "follow") return `Left after layer ${depth}, where River left.`;
-  if (lane.rule?.name === "fixed") return `Left after layer ${depth}, as in every token.`;
+  if (token.from_prefill) return depth < layers ? `Written by the prefill, which left after layer ${depth}.` : "Written by the prefill.";
+  if (depth >= layers) return fullDepthWords(token, lane, layers);
+  if (depth === 0) return "Ran in the river from the first layer on.";
+  if (lane.method === "skipdecode") return `Ran ${depth} of ${layers} layers: what the schedule gives to this place.`;
+  if (lane.method === "sequence") return `Left after layer ${depth}, as every token of this answer.`;
+  if (rule.name === "follow") return `Left after layer ${depth}, where River left.`;
+  if (rule.name === "fixed") return `Left after layer ${depth}, as in every token.`;
+  if (rule.name === "replay") return `Left after layer ${depth}, as prescribed.`;
+  if (Object.hasOwn(SCORES, rule.name ?? "")) {
+    return `Left after layer ${depth}: ${headRuleWords(token, lane)}${limitsOfRule(rule)}.`;
+  }
   const score = token.similarity[depth - 1];
-  const tau = lane.rule?.tau;
-  const why = typeof score === "number" ? `similarity ${score.toFixed(4)}` : "the rule was met";
-  return `Left after layer ${depth}: ${why}${typeof tau === "number" ? ` > tau ${tau}` : ""}.`;
+  if (typeof score !== "number" || typeof rule.tau !== "number") return `Left after layer ${depth}: the rule was met.`;
+  if (score <= rule.tau) {
+    const why = lane.method === "monotone" ? "no token may go deeper than the one before it" : "it had to";
+    return `Left after layer ${depth}: ${why}; similarity ${score.toFixed(4)} ≤ tau ${rule.tau}.`;
+  }
+  return `Left after layer ${depth}: similarity ${score.toFixed(4)} > tau ${rule.tau}${limitsOfRule(rule)}.`;
+}
+
+function fullDepthWords(token, lane, layers) {
+  const rule = lane.rule ?? {};
+  const all = `Ran all ${layers} layers`;
+  if (lane.method === "verified") return `${all}: checked by the backbone.`;
+  if (rule.name === "follow") return `${all}, as River did.`;
+  if (!token.tested) return lane.method === "recompute" || lane.method === "replay" ? `${all}, without a test: too many tokens were waiting.` : `${all}.`;
+  if (typeof rule.threshold === "number") return `${all}: its confidence did not pass ${rule.threshold} (${rule.name})${limitsOfRule(rule)}.`;
+  const best = highest(token, rule);
+  if (!best || typeof rule.tau !== "number") return `${all}: the rule was not met.`;
+  return `${all}: similarity reached ${best[0].toFixed(4)} at most (layer ${best[1]}), not above tau ${rule.tau}${limitsOfRule(rule)}.`;
 }
 
 /** Similarity by layer as a small line; the part that the exit test used is solid, the rest was only looked at. */
@@ -83,17 +154,97 @@ function similarityPlot(token, lane, layers) {
   return svg;
 }
 
-function slots(token) {
+/** Who holds the slots of a token's position by now, as [first, last, owner, words]. */
+function slotRuns(token, lane, layers) {
+  const owners = Array(layers).fill(["none", ""]);
+  for (const [first, last, owner] of token.kv) owners.fill([owner, ""], first, Math.min(last, layers));
+  for (const { i, first, last } of fillingsOf(lane, token)) {
+    for (let layer = first; layer < Math.min(last, layers); layer += 1) {
+      if (owners[layer][0] === "none") owners[layer] = ["recomputed", ` at token ${i + 1}`];
+    }
+  }
+  const runs = [];
+  owners.forEach(([owner, when], layer) => {
+    const before = runs.at(-1);
+    if (before?.[2] === owner && before[3] === when) before[1] = layer + 1;
+    else runs.push([layer, layer + 1, owner, when]);
+  });
+  return runs;
+}
+
+function slotFact(token, lane, layers) {
   const bar = el("div", { class: "slots", "aria-hidden": "true" });
   const words = [];
-  for (const [first, last, owner] of token.kv) {
-    if (last <= first) continue;
-    const part = el("span", { class: `slot slot-${OWNERS[owner] ? owner : "none"}` });
+  for (const [first, last, owner, when] of slotRuns(token, lane, layers)) {
+    const part = el("span", { class: `slot slot-${Object.hasOwn(SLOT_OWNERS, owner) ? owner : "none"}` });
     part.style.flexGrow = last - first;
     bar.append(part);
-    words.push(`${first + 1}–${last} ${OWNERS[owner] ?? owner}`);
+    words.push(`${last - first === 1 ? last : `${first + 1}–${last}`} ${Object.hasOwn(SLOT_OWNERS, owner) ? SLOT_OWNERS[owner] : owner}${when}`);
   }
   return [bar, el("span", { class: "slot-words" }, words.join(", "))];
+}
+
+function layersWords(token, lane) {
+  const words = `${token.exit_layer} backbone + ${token.river_layers} river`;
+  const more = token.layers_run - token.exit_layer;
+  return more > 0 && (lane.method === "recompute" || lane.method === "replay") ? `${words}, and ${more} for earlier tokens` : words;
+}
+
+const ms = (ns) => `${(ns / 1e6).toFixed(2)} ms`;
+
+/** Where a token's time went; null where that was not recorded. */
+function splitFact(token) {
+  if (!token.split) return null;
+  const { backbone_ns: backbone = 0, river_ns: river = 0, head_ns: head = 0 } = token.split;
+  const other = Math.max(0, token.t_ns - backbone - river - head);
+  const parts = [["backbone", backbone], ["river", river], ["head", head], ["other", other]].filter(([, ns]) => ns > 0);
+  const bar = el("div", { class: "split", "aria-hidden": "true" });
+  const words = el("ul", { class: "split-words" });
+  for (const [name, ns] of parts) {
+    const part = el("span", { class: `split-${name}` });
+    part.style.flexGrow = String(ns);
+    bar.append(part);
+    words.append(el("li", {}, el("i", { class: `split-${name}`, "aria-hidden": "true" }), `${name === "other" ? "other" : name} ${ms(ns)}`));
+  }
+  return fact("Time split", bar, words);
+}
+
+/** The token of the same number in every lane. */
+function acrossLanes(run, lane, token) {
+  if (run.lanes.size < 2) return [];
+  const reference = backboneOf(run)?.tokens[token.i] ?? token;
+  const rows = [...run.lanes.values()].map((other) => {
+    const same = other.tokens[token.i];
+    const name = el("th", { scope: "row" }, other.label);
+    const attributes = other === lane ? { class: "own", "aria-current": "true" } : {};
+    if (!same) return el("tr", attributes, name, el("td", { colspan: "4" }, "not there"));
+    const text = same.id === reference.id ? "=" : visible(same.text);
+    return el(
+      "tr",
+      attributes,
+      name,
+      el("td", {}, String(same.exit_layer)),
+      el("td", {}, String(same.layers_run + same.river_layers)),
+      el("td", {}, (same.t_ns / 1e6).toFixed(1)),
+      el("td", { class: same.id === reference.id ? "same" : "text-of" }, text),
+    );
+  });
+  const heads = [
+    ["", ""],
+    ["exit", "Layer after which it left the backbone"],
+    ["layers", "Backbone and river layers that its step ran, rows of earlier tokens included"],
+    ["ms", "Engine time of its step"],
+    ["text", "Its token where it is another one than the backbone’s; = is the same"],
+  ];
+  return [
+    el("h4", {}, `Token ${token.i + 1} in every lane`),
+    el(
+      "table",
+      { class: "across" },
+      el("thead", {}, el("tr", {}, ...heads.map(([head, title]) => el(head ? "th" : "td", head ? { scope: "col", title } : {}, head)))),
+      el("tbody", {}, ...rows),
+    ),
+  ];
 }
 
 /** What only some strategies and modes have to say. */
@@ -143,28 +294,30 @@ export function tokenSentence(run, lane, token) {
   return `${lane.label}, token ${token.i + 1}, “${visible(token.text)}”. ${exitSentence(token, lane, layersOf(run))}`;
 }
 
-/** The children of the inspector for one token of one lane, or a hint without a token. */
-export function inspectorContent(run, lane, token, theme) {
+/** The children of the inspector for one token of one lane, or a hint without a token. `how` is "measured", or "recorded" on another occasion. */
+export function inspectorContent(run, lane, token, theme, how = "measured") {
   if (!token) {
-    return [el("p", { class: "hint" }, "Point at a token, or click to keep it. Arrow keys walk through the text.")];
+    return [el("p", { class: "hint" }, "Point at a token or a column, or click to keep it. The arrow keys walk from token to token.")];
   }
   const layers = layersOf(run);
   const swatch = el("span", { class: "swatch" });
   swatch.style.background = css(depthColour(token.exit_layer / layers, theme));
   const plot = similarityPlot(token, lane, layers);
   return [
-    el("div", { class: "token-title" }, swatch, el("code", {}, visible(token.text))),
+    el("div", { class: "token-title" }, swatch, el("code", {}, visible(token.text)), el("span", { class: "tag" }, how)),
     el("p", { class: "token-place" }, `${lane.label} · token ${token.i + 1} · position ${token.position} · id ${token.id}`),
     el("p", { class: "why" }, exitSentence(token, lane, layers)),
     plot,
     el(
       "dl",
       {},
-      fact("Layers", `${token.exit_layer} backbone + ${token.river_layers} river`),
-      fact("Engine time", `${(token.t_ns / 1e6).toFixed(2)} ms${token.from_prefill ? " (prefill)" : ""}`),
-      fact("KV slots", ...slots(token)),
+      fact("Layers", layersWords(token, lane)),
+      fact("Engine time", `${ms(token.t_ns)}${token.from_prefill ? " (prefill)" : ""}`),
+      splitFact(token),
+      fact("KV slots", ...slotFact(token, lane, layers)),
       ...extraFacts(token, lane),
     ),
+    ...acrossLanes(run, lane, token),
     el("h4", {}, "Most likely here"),
     candidates(token),
   ].filter((child) => child !== null);

@@ -1,137 +1,88 @@
-// The live view of a run: race, coloured text, inspector. It knows nothing of Gradio; whoever has messages (the page,
-// or a replay) calls `apply`. Drawing happens once a frame, from the store, whatever the number of messages.
+// The stage: race, transport, texts, inspector, grids and memory of one run, whether live, recorded or from a file. It knows nothing
+// of Gradio; whoever has messages or a trace (the page, or a replay) calls `apply` or `open`. Drawing happens once a frame, from the
+// store, whatever the number of messages. One cursor goes through all of it.
 
-import { css, depthColour, depthRules } from "./ramp.js";
-import { el, inspectorContent, tokenSentence } from "./inspector.js";
-import {
-  applyMessage,
-  firstDifference,
-  isFinal,
-  laneStatus,
-  layersOf,
-  meanDepth,
-  previewRun,
-  speed,
-  speedUp,
-  statusLine,
-  textVerdict,
-  timeSpan,
-  timingWords,
-} from "./store.js";
+import { createGrids } from "./grids.js";
+import { headline } from "./headline.js";
+import { el, inspectorContent, setText, tokenSentence } from "./inspector.js";
+import { createHelp, keyAction } from "./keys.js";
+import { createMemory } from "./memory.js";
+import { createPlayer, traceOfRun } from "./player.js";
+import { createRace } from "./race.js";
+import { depthRules } from "./ramp.js";
+import { createRunCard, deviceWords } from "./runcard.js";
+import { saveBlob } from "./save.js";
+import { applyMessage, isFinal, isOver, lanesDone, layersOf, newRun, previewRun, statusLine, timingWords } from "./store.js";
+import { gridTable } from "./table.js";
+import { createTexts } from "./texts.js";
+import { createTransport, speedFor } from "./transport.js";
 
-const DASH = "–";
-const METRICS = [
-  ["speed", "tokens/s", "Tokens after the first, over their engine time"],
-  ["ratio", "speed-up", "Times the backbone's tokens/s in this run"],
-  ["depth", "backbone layers", "Mean number of backbone layers per token"],
-  ["count", "tokens", "Tokens written"],
-  ["time", "seconds", "Engine time of this lane, prefill included"],
-];
-const RIBBON_CELLS = 34; // px of height for the cells; the rest of the canvas carries the token counts
-const COUNT_EVERY = [8, 16, 32, 64, 128, 256, 512];
-const PIECES_SHOWN = 600;
+const LONGEST_FRAME_MS = 1000; // a page that could not draw for longer does not jump ahead by more
+const SOURCES = { live: "live", recording: "recorded", replay: "recorded", file: "file" };
 
-function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
+const shortType = (dtype) => String(dtype).replace("bfloat", "bf").replace("float", "fp");
 
-function metricsOf(run, lane) {
-  const rate = speed(lane);
-  const ratio = speedUp(run, lane);
-  const depth = meanDepth(lane);
-  return {
-    speed: rate ? rate.toFixed(1) : DASH,
-    ratio: ratio ? `${ratio.toFixed(2)}×` : DASH,
-    depth: depth === null ? DASH : depth.toFixed(1),
-    count: lane.count ? String(lane.count) : DASH,
-    time: lane.count ? ((lane.prefillNs + lane.decodeNs) / 1e9).toFixed(2) : DASH,
-  };
-}
-
-/** The text of a token as nodes: a line break gets a faint mark before it and stays a real break. */
-function tokenNodes(text) {
-  const nodes = [];
-  text.split("\n").forEach((line, at) => {
-    if (at > 0) nodes.push(el("i", { class: "nl", "aria-hidden": "true" }), "\n");
-    if (line) nodes.push(line);
-  });
-  return nodes;
-}
-
-/** One lane's share of the page: a row of the race and a column of text. */
-function laneView(lane, index) {
-  const view = { id: lane.id, spans: [], marked: -1, ends: [] };
-  view.metrics = Object.fromEntries(METRICS.map(([name]) => [name, el("b", {}, DASH)]));
-  view.status = el("span", { class: "lane-status" });
-  view.canvas = el("canvas", { class: "ribbon", "aria-hidden": "true" });
-  view.row = el(
-    "div",
-    { class: "lane", "data-lane": lane.id },
-    el(
-      "div",
-      { class: "lane-name" },
-      el("div", { class: "lane-head" }, el("h3", {}, lane.label), view.status),
-      el("p", {}, lane.about),
-    ),
-    view.canvas,
-    el(
-      "dl",
-      { class: "metrics" },
-      ...METRICS.map(([name, label, title]) =>
-        el("div", { class: `metric metric-${name}`, title }, el("dt", {}, label), el("dd", {}, view.metrics[name])),
-      ),
-    ),
-  );
-  view.verdict = el("span", { class: "verdict" });
-  view.text = el("div", {
-    class: "text",
-    tabindex: "0",
-    role: "group",
-    "data-lane": lane.id,
-    "data-index": String(index),
-    "aria-label": `Text of ${lane.label}. Arrow keys walk from token to token.`,
-  });
-  view.column = el(
-    "article",
-    { class: "column", "data-lane": lane.id },
-    el("header", {}, el("h3", {}, lane.label), view.verdict),
-    lane.untrainedHead ? el("p", { class: "caution", title: lane.note }, "⚠ answers from an untrained head: expect poor text") : null,
-    view.text,
-  );
-  return view;
+/** Where what is shown comes from, on what it was made and when, in words. */
+function badgeWords(header, source) {
+  const made = [deviceWords(header), ...(header.threads ? [`${header.threads} threads`] : []), shortType(header.dtype)].join(", ");
+  return source === "live" ? made : `${made} · ${String(header.created).slice(0, 10)}`;
 }
 
 /**
  * Build the stage inside `root`.
  *
- * Returns `apply(message)` for one message of the channel, `reset()` for the view before any run, and `run`, the store
- * as it stands. `onState(run)` is called whenever a message changed the run's state.
+ * onState(run) is called when the state of a live run changes or a trace is opened, onCursor({ lane, i } or null) when a token is
+ * kept or let go, onMarks() when marks are taken away here. `actions` are buttons for the toolbar: { name, label, title, run() }.
+ *
+ * Returns apply(message), open(trace, options), reset(), play(), pause(), setCursor(at), mark(marks), gridImage(kind), and the
+ * properties run, whole, source, id, cursor and element. The element dispatches river:opened, river:state and river:cursor.
  */
-export function createStage(root, { onState = () => {} } = {}) {
-  let run = previewRun();
-  let retired = new Set();
-  let views = new Map();
-  let locked = null; // the token that a click or a key chose: { lane, i }
-  let hovered = null; // the token under the pointer, which goes before the locked one
-  let shown = ""; // which token the inspector shows
+export function createStage(root, { onState = () => {}, onCursor = () => {}, onMarks = () => {}, actions = [] } = {}) {
+  let source = "preview";
+  let id = null;
+  let whole = previewRun(); // everything that is known of the run
+  let run = whole; // what of it is shown
+  let live = null; // the run that messages belong to, whether or not it is shown
+  let retired = new Set(); // ids of runs that a newer one has replaced
+  let player = null; // of a run that has ended
+  let clock = 0; // nanoseconds of engine time
+  let playing = false;
+  let speed = 1;
+  let speedChosen = false;
+  let ticked = null; // when the clock was last moved on, or null while it stands
+  let cursor = null; // the token that a click or a key keeps: { lane, i }
+  let hovered = null; // the token under the pointer or at the playhead, which goes before the kept one
+  let marks = null;
+  let revealing = false; // whether the column has to be scrolled to the kept token
+  let spoken = ""; // what was said about a token that the keyboard reached
+  let inspectedFor = "";
+  let headlineFor = "";
   let rulesFor = 0;
+  let builtFor = "";
+  let opened = 0;
   let frame = 0;
 
+  const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
   const rules = el("style");
+  const title = el("h2", { class: "title" });
+  const badge = el("span", { class: "badge" });
+  const badgeKind = el("b");
+  const badgeRest = el("span");
+  badge.append(badgeKind, badgeRest);
+  const sentence = el("p", { class: "headline", title: "Computed from the tokens that have been played" });
   const status = el("p", { class: "status", role: "status", "aria-live": "polite" });
   const notices = el("ul", { class: "notices", hidden: "" });
   const timing = el("span", { class: "timing" });
-  const keyEntry = (kind, words) =>
-    el("span", {}, el("i", { class: `key-${kind}`, "aria-hidden": "true" }), words);
-  const key = el(
-    "span",
-    { class: "key" },
-    keyEntry("backbone", "backbone layers"),
-    keyEntry("river", "layers in 4 bits"),
-    keyEntry("prefill", "prefill"),
-  );
-  const rows = el("div", { class: "lanes" });
-  const axis = el("div", { class: "axis", "aria-hidden": "true" });
+  const known = el("span", { class: "tag" }, "measured");
+  const keyEntry = (kind, words) => el("span", {}, el("i", { class: `key-${kind}`, "aria-hidden": "true" }), words);
+  const riverKey = keyEntry("river", "river layers");
+  const key = el("span", { class: "key" }, keyEntry("backbone", "backbone layers"), riverKey, keyEntry("prefill", "prefill"));
+  const race = createRace(drawLater);
+  const evenly = el("p", { class: "evenly", hidden: "" }, "Layers are spread evenly over a token’s time; layer times are not measured.");
+  const card = createRunCard(() => [whole, source]);
+  const transport = createTransport({ toggle, step, layer, edge, seek: (share) => seek(share * (player?.durationNs ?? 0)), speed: setSpeed });
+  const help = createHelp();
   const ramp = el("span", { class: "legend-ramp", "aria-hidden": "true" });
   const rampEnds = [el("span"), el("span")];
   const legend = el(
@@ -142,50 +93,325 @@ export function createStage(root, { onState = () => {} } = {}) {
     ramp,
     rampEnds[1],
   );
-  const promptLine = el("p", { class: "prompt-text", tabindex: "0" });
-  const pieces = el("div", { class: "pieces", tabindex: "0" });
-  const piecesTitle = el("summary");
-  const prompt = el(
-    "div",
-    { class: "prompt", hidden: "" },
-    promptLine,
-    el("details", {}, piecesTitle, pieces),
-  );
-  const columns = el("div", { class: "columns" });
+  const markWords = el("span");
+  const unmark = el("button", { type: "button" }, "Clear marks");
+  const marked = el("p", { class: "marks", hidden: "" }, markWords, unmark);
+  const texts = createTexts();
   const inspected = el("div", { class: "inspected" });
   const close = el("button", { class: "close", type: "button", "aria-label": "Close the token card" }, "×");
   const inspector = el("aside", { class: "inspector", tabindex: "0", "aria-label": "Token" }, close, inspected);
+  const gridsRoot = el("div", { class: "grids-root" });
+  const grids = createGrids(gridsRoot, {
+    onHover: (slot) => hover(slot && slot.i !== null ? { lane: slot.lane, i: slot.i } : null),
+    onClick: (slot) => slot.i !== null && toggleCursor({ lane: slot.lane, i: slot.i }),
+  });
+  const memory = createMemory();
+  const tableLane = el("select", { "aria-label": "Lane of the table" });
+  const tableRoot = el("div", { class: "table-scroll", tabindex: "0", role: "group", "aria-label": "Table of tokens" });
+  const table = el("section", { class: "table-view", "aria-label": "Table of tokens and KV slots", hidden: "" }, tableLane, tableRoot);
+  const tool = ({ name, label, title: words, run: act }) => {
+    const button = el("button", { type: "button", "data-action": name, title: words }, label);
+    button.addEventListener("click", () => act());
+    return button;
+  };
+  const tableButton = tool({ name: "table", label: "Table view", title: "Tokens and KV slots of a lane as a table", run: toggleTable });
+  tableButton.setAttribute("aria-pressed", "false");
+  const failed = el("span", { class: "tool-note", role: "alert" });
+  const tools = el(
+    "div",
+    { class: "stage-tools", role: "group", "aria-label": "Keep and view" },
+    ...actions.map(tool),
+    tool({ name: "png", label: "Grids as PNG", title: "The grids with labels and legend as a picture", run: () => saveGrids("png") }),
+    tool({ name: "svg", label: "Grids as SVG", title: "The grids with labels and legend as a vector picture", run: () => saveGrids("svg") }),
+    tableButton,
+    tool({ name: "keys", label: "Keyboard ?", title: "What the keys do (?)", run: help.open }),
+    failed,
+  );
   const stage = el(
     "div",
     { class: "stage" },
     rules,
+    el("header", { class: "stage-head" }, title, badge),
+    sentence,
     status,
     notices,
     el(
       "section",
       { class: "race", "aria-label": "Race" },
-      el("header", {}, el("h2", {}, "Race"), el("span", { class: "tag" }, "measured"), timing, key),
-      rows,
-      axis,
+      el("header", {}, el("h2", {}, "Race"), known, timing, key),
+      race.rows,
+      race.axis,
+      evenly,
+      card.element,
     ),
-    legend,
-    el("section", { class: "reading", "aria-label": "Texts" }, prompt, columns, inspector),
+    transport.element,
+    tools,
+    el("div", { class: "under" }, legend, marked),
+    el("section", { class: "reading", "aria-label": "Texts" }, texts.prompt, texts.columns, inspector),
+    table,
+    gridsRoot,
+    memory.element,
+    help.element,
   );
   root.replaceChildren(stage);
 
-  const theme = () => (getComputedStyle(stage).getPropertyValue("--stage-theme").trim() === "dark" ? "dark" : "light");
+  /* The playhead */
 
   function drawLater() {
     // A hidden page gets no frames; everything is in the store and is drawn when it is seen again.
-    if (!frame && !document.hidden) frame = requestAnimationFrame(draw);
+    if (!frame && !document.hidden) frame = requestAnimationFrame(tick);
   }
 
-  function rebuildLanes() {
-    views = new Map([...run.lanes.values()].map((lane, index) => [lane.id, laneView(lane, index)]));
-    rows.replaceChildren(...[...views.values()].map((view) => view.row));
-    columns.replaceChildren(...[...views.values()].map((view) => view.column));
-    columns.style.setProperty("--columns", String(views.size));
-    for (const view of views.values()) resized.observe(view.canvas);
+  function tick(now) {
+    frame = 0;
+    if (document.hidden) return;
+    if (playing) {
+      if (ticked !== null) clock = Math.min(player.durationNs, clock + Math.round(Math.min(now - ticked, LONGEST_FRAME_MS) * 1e6 * speed));
+      ticked = now;
+      if (clock >= player.durationNs) playing = false;
+    }
+    draw();
+    if (playing) drawLater();
+  }
+
+  const atEnd = () => !player || clock >= player.durationNs;
+
+  function play() {
+    if (!player) return;
+    if (atEnd()) clock = 0;
+    playing = true;
+    ticked = null;
+    spoken = "";
+    hovered = null;
+    drawLater();
+  }
+
+  function pause() {
+    playing = false;
+    drawLater();
+  }
+
+  function toggle() {
+    if (!player) return false;
+    if (playing) pause();
+    else play();
+    return true;
+  }
+
+  function seek(to) {
+    if (!player) return;
+    pause();
+    spoken = "";
+    clock = Math.min(player.durationNs, Math.max(0, Math.round(to)));
+  }
+
+  function setSpeed(value) {
+    speed = value;
+    speedChosen = true;
+    drawLater();
+  }
+
+  /** Whose tokens the keys step through: those of the text that has the focus, or of the kept token; null for all lanes. */
+  function steppedLane() {
+    const focused = document.activeElement?.closest?.(".text")?.dataset.lane;
+    return focused !== undefined && whole.lanes.has(focused) ? focused : (cursor?.lane ?? null);
+  }
+
+  /** Stand at a token of a lane and keep it. */
+  function standAt(lane, i) {
+    if (player) {
+      pause();
+      clock = player.momentOf(lane, i);
+      run = shownRun();
+    }
+    choose({ lane, i }, { speak: true });
+  }
+
+  function step(count) {
+    const lane = steppedLane();
+    if (lane !== null) {
+      const last = whole.lanes.get(lane).tokens.length - 1;
+      if (last < 0) return false;
+      const there = player ? player.tokenAt(lane, clock) : last;
+      const kept = cursor?.lane === lane ? Math.min(cursor.i, there) : player ? there : -1;
+      const between = player && kept === there && clock > player.momentOf(lane, kept);
+      const from = count < 0 && between && kept >= 0 && !atEnd() ? kept + 1 : kept;
+      standAt(lane, Math.min(last, Math.max(0, from + count)));
+      return true;
+    }
+    if (!player) return false;
+    pause();
+    for (let k = 0; k < Math.abs(count); k += 1) clock = count > 0 ? player.nextToken(clock) : player.previousToken(clock);
+    showPlayhead();
+    return true;
+  }
+
+  function layer(count) {
+    if (!player) return false;
+    pause();
+    const lane = steppedLane();
+    if (lane !== null && cursor?.lane === lane) clock = Math.min(clock, Math.max(player.momentOf(lane, cursor.i + 1) - 1, player.momentOf(lane, cursor.i)));
+    clock = count > 0 ? player.nextLayer(clock, lane) : player.previousLayer(clock, lane);
+    if (lane === null) {
+      showPlayhead();
+    } else {
+      run = shownRun();
+      const i = player.tokenAt(lane, clock);
+      if (i >= 0) choose({ lane, i }, { speak: false });
+    }
+    return true;
+  }
+
+  function edge(which) {
+    const lane = steppedLane();
+    const last = lane === null ? -1 : whole.lanes.get(lane).tokens.length - 1;
+    if (last < 0 && !player) return false;
+    if (last >= 0) standAt(lane, which === "start" ? 0 : last);
+    if (player && (which === "end" || last < 0)) seek(which === "end" ? player.durationNs : 0);
+    return true;
+  }
+
+  /** Without a kept token the inspector shows the one that has just been written. */
+  function showPlayhead() {
+    run = shownRun();
+    spoken = "";
+    hovered = latest();
+    drawLater();
+  }
+
+  function latest() {
+    let found = null;
+    let moment = -1;
+    for (const lane of run.lanes.values()) {
+      const i = lane.tokens.length - 1;
+      const at = i < 0 ? -1 : player ? player.momentOf(lane.id, i) : lane.prefillNs + lane.decodeNs;
+      if (at > moment) [found, moment] = [{ lane: lane.id, i }, at];
+    }
+    return found;
+  }
+
+  function shownRun() {
+    if (!player) return whole;
+    return source === "live" && atEnd() ? whole : player.runAt(clock);
+  }
+
+  /* The cursor */
+
+  const tokenOf = (at) => (at ? run.lanes.get(at.lane)?.tokens[at.i] : undefined);
+
+  function choose(at, { speak }) {
+    const token = tokenOf(at);
+    if (!token) return;
+    const moved = cursor?.lane !== at.lane || cursor.i !== at.i;
+    cursor = { lane: at.lane, i: at.i };
+    hovered = null;
+    const lane = run.lanes.get(at.lane);
+    if (speak) spoken = tokenSentence(run, lane, token);
+    revealing = speak;
+    if (moved) tellCursor();
+    drawLater();
+  }
+
+  function clear() {
+    const had = cursor !== null;
+    cursor = null;
+    hovered = null;
+    spoken = "";
+    if (had) tellCursor();
+    drawLater();
+  }
+
+  function tellCursor() {
+    onCursor(cursor);
+    stage.dispatchEvent(new CustomEvent("river:cursor", { detail: cursor ?? { lane: null, i: null }, bubbles: true }));
+  }
+
+  function toggleCursor(at) {
+    if (cursor?.lane === at.lane && cursor.i === at.i) clear();
+    else choose(at, { speak: false });
+  }
+
+  function hover(at) {
+    if (hovered?.lane === at?.lane && hovered?.i === at?.i) return;
+    hovered = at;
+    drawLater();
+  }
+
+  function goToLane(number) {
+    const lane = [...run.lanes.values()][number];
+    if (!lane || lane.tokens.length === 0) return false;
+    if (document.activeElement?.closest?.(".text")) texts.focus(lane.id);
+    choose({ lane: lane.id, i: Math.min(cursor?.i ?? Infinity, lane.tokens.length - 1) }, { speak: true });
+    return true;
+  }
+
+  function lock() {
+    if (cursor) return clear(), true;
+    const at = hovered ?? latest();
+    if (!tokenOf(at)) return false;
+    choose(at, { speak: true });
+    return true;
+  }
+
+  function unlock() {
+    if (!cursor) return false;
+    clear();
+    return true;
+  }
+
+  function setMarks(next) {
+    marks = next && [...next.values()].some((set) => set.size > 0) ? next : null;
+    const count = marks ? [...marks.values()].reduce((sum, set) => sum + set.size, 0) : 0;
+    marked.hidden = count === 0;
+    setText(markWords, `${count} ${count === 1 ? "token" : "tokens"} marked ▲ in texts and grids.`);
+    drawLater();
+  }
+
+  /* Drawing */
+
+  const theme = (style) => (style.getPropertyValue("--stage-theme").trim() === "dark" ? "dark" : "light");
+
+  /** How the numbers of this run are known to this page. */
+  function knownHow() {
+    return source === "live" || source === "preview" ? "measured" : "recorded";
+  }
+
+  function drawHead() {
+    const { header } = whole;
+    setText(title, header?.recording?.title ?? (source === "live" ? "Live run" : source === "file" ? "Trace file" : header ? "Replay" : "No run yet"));
+    badge.hidden = !header || !SOURCES[source];
+    if (!badge.hidden) {
+      setText(badgeKind, SOURCES[source]);
+      setText(badgeRest, ` · ${badgeWords(header, source)}`);
+    }
+    setText(known, knownHow());
+    known.title = "Engine times, measured on the machine named above; speed-ups and means are computed from them.";
+    const bits = header?.quantiser?.bits;
+    setText(riverKey.lastChild, bits ? `layers in ${bits} bits` : "river layers");
+    setText(timing, timingWords(whole));
+    evenly.hidden = !player;
+    const said = Array.isArray(header?.notices) ? header.notices : [];
+    notices.hidden = said.length === 0;
+    if (notices.dataset.text !== said.join("\n")) {
+      notices.dataset.text = said.join("\n");
+      notices.replaceChildren(...said.map((notice) => el("li", {}, notice)));
+    }
+    const lanes = [...run.lanes.values()];
+    const now = `${run.runId}/${lanes.map((lane) => lane.count).join()}/${lanes.map((lane) => Boolean(lane.end)).join()}/${isOver(run)}/${Boolean(run.header)}`;
+    if (now !== headlineFor) {
+      headlineFor = now;
+      setText(sentence, headline(run));
+    }
+    setText(status, spoken || statusWords());
+  }
+
+  function statusWords() {
+    if (source === "live" || source === "preview") {
+      if (!player || atEnd()) return statusLine(whole);
+    } else if (atEnd()) {
+      return "At the end.";
+    }
+    return playing ? lanesDone(run) || "Playing." : "Paused.";
   }
 
   function drawLegend() {
@@ -199,290 +425,258 @@ export function createStage(root, { onState = () => {} } = {}) {
     legend.setAttribute("aria-label", `Colour and bar height show the exit depth, from 0 to ${layers} layers.`);
   }
 
-  function drawPrompt() {
-    prompt.hidden = !run.header;
-    if (!run.header) return;
-    if (promptLine.dataset.run === run.runId) return;
-    promptLine.dataset.run = run.runId;
-    promptLine.textContent = run.header.prompt;
-    const all = run.header.prompt_pieces ?? [];
-    setText(piecesTitle, `${run.header.prompt_ids.length} tokens as the model reads them`);
-    pieces.replaceChildren(
-      ...all.slice(0, PIECES_SHOWN).map((piece) => el("span", { class: "piece" }, ...tokenNodes(piece))),
-      ...(all.length > PIECES_SHOWN ? [` … and ${all.length - PIECES_SHOWN} more`] : []),
-    );
-  }
-
-  function drawText(view, lane) {
-    const follow = view.text.scrollHeight - view.text.scrollTop - view.text.clientHeight < 32;
-    let added = false;
-    for (let i = lane.tokens.length - 1; i >= 0; i -= 1) {
-      const token = lane.tokens[i];
-      if (!token) continue;
-      if (view.spans[i]) {
-        if (view.complete > i) break;
-        continue;
-      }
-      const span = el("span", { class: `tok d${token.exit_layer}`, "data-i": String(i) }, ...tokenNodes(token.text));
-      if (token.text === "") span.classList.add("part");
-      if (token.fidelity && !token.fidelity.agrees) span.classList.add("other");
-      let next = i + 1;
-      while (next < view.spans.length && !view.spans[next]) next += 1;
-      view.text.insertBefore(span, view.spans[next] ?? null);
-      view.spans[i] = span;
-      added = true;
-    }
-    view.complete = lane.count === lane.tokens.length ? lane.count : 0;
-    const differs = firstDifference(run, lane);
-    if (differs !== view.marked) {
-      view.spans[view.marked]?.classList.remove("differs");
-      view.spans[differs]?.classList.add("differs");
-      view.marked = differs;
-    }
-    const rest = lane.end?.rest; // characters that no token completed, such as half an emoji
-    if (rest && !view.rest) {
-      view.rest = el("span", { class: "rest" }, rest);
-      view.text.append(view.rest);
-    }
-    if (added && follow) view.text.scrollTop = view.text.scrollHeight;
-  }
-
-  function drawRibbon(view, lane, span) {
-    const canvas = view.canvas;
-    const width = canvas.clientWidth;
-    const height = canvas.clientHeight;
-    if (!width || !height) return;
-    const scale = window.devicePixelRatio || 1;
-    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-      canvas.width = Math.round(width * scale);
-      canvas.height = Math.round(height * scale);
-    }
-    const ctx = canvas.getContext("2d");
-    const style = getComputedStyle(stage);
-    const dark = theme();
-    const layers = layersOf(run);
-    ctx.setTransform(scale, 0, 0, scale, 0, 0);
-    ctx.clearRect(0, 0, width, height);
-    ctx.fillStyle = style.getPropertyValue("--track");
-    ctx.fillRect(0, RIBBON_CELLS - 1, width, 1);
-    const perNs = width / (span * 1e9);
-    const every = COUNT_EVERY.find((step) => (step * lane.decodeNs * perNs) / Math.max(1, lane.decoded) > 44) ?? 1024;
-    const muted = style.getPropertyValue("--muted");
-    const riverColour = style.getPropertyValue("--river-layers");
-    ctx.font = "10px system-ui, sans-serif";
-    ctx.textAlign = "center";
-    view.ends = [];
-    let at = 0;
-    for (const token of lane.tokens) {
-      if (!token) continue;
-      const x = at * perNs;
-      at += token.t_ns;
-      const w = at * perNs - x;
-      view.ends.push([at, token.i]);
-      if (token.from_prefill) {
-        ctx.fillStyle = style.getPropertyValue("--prefill");
-        ctx.fillRect(x, RIBBON_CELLS * 0.5, Math.max(1, w - 1), RIBBON_CELLS * 0.5 - 1);
-        continue;
-      }
-      // One column is one token: its width is its time, its foot the backbone layers, the rest the layers in 4 bits.
-      const share = token.exit_layer / layers;
-      const foot = RIBBON_CELLS * share;
-      const river = (RIBBON_CELLS * token.river_layers) / layers;
-      const wide = Math.max(0.6, w > 3 ? w - 0.75 : w);
-      ctx.fillStyle = riverColour;
-      ctx.fillRect(x, RIBBON_CELLS - foot - river, wide, river);
-      ctx.fillStyle = css(depthColour(0.3 + 0.7 * share, dark)); // the ramp's palest third would drown beside the river's
-      ctx.fillRect(x, RIBBON_CELLS - foot, wide, foot);
-      if ((token.i + 1) % every === 0) {
-        ctx.fillStyle = muted;
-        ctx.fillRect(at * perNs - 0.5, RIBBON_CELLS + 1, 1, 3);
-        ctx.fillText(String(token.i + 1), Math.min(at * perNs, width - 10), height - 1);
-      }
-    }
-  }
-
-  function drawAxis(span) {
-    const digits = span < 2 ? 2 : 1;
-    const marks = [0, 0.25, 0.5, 0.75, 1].map((share) => `${(span * share).toFixed(share ? digits : 0)} s`);
-    if (axis.dataset.marks === marks.join()) return;
-    axis.dataset.marks = marks.join();
-    axis.replaceChildren(...marks.map((mark) => el("span", {}, mark)));
-  }
-
-  function current() {
-    const at = hovered ?? locked;
+  function drawInspector(dark) {
+    const at = tokenOf(hovered) ? hovered : tokenOf(cursor) ? cursor : null;
     const lane = at && run.lanes.get(at.lane);
-    return lane?.tokens[at.i] ? { lane, token: lane.tokens[at.i] } : null;
+    const others = at ? [...run.lanes.values()].map((one) => (one.tokens[at.i] ? 1 : 0)).join("") : "";
+    const now = `${run.runId}/${at ? `${at.lane}/${at.i}/${others}/${lane.slotsFilled}/${Boolean(lane.fidelity)}` : ""}/${dark}`;
+    if (now !== inspectedFor) {
+      inspectedFor = now;
+      inspected.replaceChildren(...inspectorContent(run, lane, at ? tokenOf(at) : null, dark, knownHow()));
+    }
+    stage.classList.toggle("has-token", Boolean(tokenOf(cursor)));
+    texts.select(at);
+    if (revealing && tokenOf(cursor)) texts.reveal(cursor.lane, cursor.i);
+    revealing = false;
   }
 
-  function drawInspector() {
-    const at = current();
-    const key = `${run.runId}/${at ? `${at.lane.id}/${at.token.i}` : ""}/${theme()}`;
-    if (key !== shown) {
-      shown = key;
-      inspected.replaceChildren(...inspectorContent(run, at?.lane, at?.token, theme()));
+  /** Where the playhead is, for the keys' lane or for the one that is furthest. */
+  function placeWords() {
+    if (!player) return source === "preview" ? "" : "The time line is for runs that have ended.";
+    const lane = run.lanes.get(steppedLane() ?? "") ?? null;
+    if (!lane) {
+      const count = Math.max(0, ...[...run.lanes.values()].map((one) => one.count));
+      return `furthest lane: token ${count} of ${player.longest}`;
     }
-    stage.classList.toggle("has-token", Boolean(locked && current()));
-    for (const span of stage.querySelectorAll(".tok.selected")) span.classList.remove("selected");
-    if (at) views.get(at.lane.id)?.spans[at.token.i]?.classList.add("selected");
+    return `${lane.label}: token ${lane.count} of ${whole.lanes.get(lane.id).tokens.length}`;
+  }
+
+  function drawTransport(inflight) {
+    const duration = player?.durationNs ?? 0;
+    const work = inflight?.get(steppedLane() ?? "");
+    transport.draw({
+      enabled: Boolean(player),
+      playing,
+      atEnd: atEnd(),
+      clockNs: clock,
+      durationNs: duration,
+      ends: player ? [...player.ends].map(([lane, at]) => [whole.lanes.get(lane)?.label ?? lane, at]) : [],
+      speed,
+      work: work ? `next token: layer ${work.layers} of ${work.of}` : "",
+      words: placeWords(),
+    });
   }
 
   function draw() {
-    frame = 0;
-    const ids = [...run.lanes.keys()];
-    const known = [...views.keys()];
+    run = shownRun();
     // A lane's label and caution come with the header, which may arrive after its first token.
-    const built = `${run.runId}/${run.header ? "with" : "without"} header`;
-    if (ids.join("\n") !== known.join("\n") || views.built !== built) {
-      rebuildLanes();
-      views.built = built;
+    const built = JSON.stringify([run.runId, Boolean(run.header), [...run.lanes.keys()]]);
+    if (built !== builtFor) {
+      builtFor = built;
+      race.rebuild(run);
+      texts.rebuild(run);
+      tableLane.replaceChildren(...[...run.lanes.values()].map((lane) => el("option", { value: lane.id }, lane.label)));
     }
-    stage.dataset.runState = run.state;
-    stage.dataset.seq = String(run.seq);
-    setText(status, statusLine(run));
-    const said = run.header?.notices ?? [];
-    notices.hidden = said.length === 0;
-    if (notices.dataset.text !== said.join("\n")) {
-      notices.dataset.text = said.join("\n");
-      notices.replaceChildren(...said.map((notice) => el("li", {}, notice)));
-    }
-    setText(timing, timingWords(run));
+    stage.dataset.runState = whole.state;
+    stage.dataset.source = source;
+    stage.dataset.playing = String(playing);
+    stage.dataset.clock = String(player ? clock : Math.max(0, ...[...run.lanes.values()].map((lane) => lane.prefillNs + lane.decodeNs)));
+    stage.dataset.seq = String(whole.seq);
+    const style = getComputedStyle(stage);
+    const dark = theme(style);
+    const partial = player && !atEnd();
+    const inflight = partial ? player.inflight(clock) : null;
+    drawHead();
     drawLegend();
-    drawPrompt();
-    const span = timeSpan(run);
-    drawAxis(span);
-    for (const lane of run.lanes.values()) {
-      const view = views.get(lane.id);
-      const words = laneStatus(run, lane);
-      setText(view.status, words);
-      view.row.dataset.laneState = words.split(":")[0] || "idle";
-      view.text.setAttribute("aria-busy", String(!isFinal(run) && run.state !== "idle" && !lane.end));
-      const metrics = metricsOf(run, lane);
-      for (const [name] of METRICS) setText(view.metrics[name], metrics[name]);
-      setText(view.verdict, textVerdict(run, lane));
-      view.verdict.classList.toggle("differs", firstDifference(run, lane) >= 0);
-      drawText(view, lane);
-      drawRibbon(view, lane, span);
+    race.draw(run, { theme: dark, style, cursor: hovered ?? cursor, clockNs: partial ? clock : null, inflight });
+    texts.draw(run, marks, playing || !isFinal(whole));
+    drawInspector(dark);
+    drawTransport(inflight);
+    grids.draw(run, { theme: dark, how: knownHow(), lane: gridLane(), cursor, hover: hovered, marks, inflight, length: player?.longest });
+    memory.draw(run, whole, source === "live");
+    card.draw(`${whole.runId}/${whole.state}/${Boolean(whole.header)}`);
+    if (!table.hidden && !playing) drawTable();
+  }
+
+  /** The lane whose similarities and errors are shown: the cursor's, or River's, or the last. */
+  function gridLane() {
+    const at = hovered ?? cursor;
+    if (at && run.lanes.has(at.lane)) return at.lane;
+    const lanes = [...run.lanes.values()];
+    return (lanes.find((lane) => lane.method === "river") ?? lanes.at(-1))?.id;
+  }
+
+  /* Table and pictures */
+
+  function toggleTable() {
+    table.hidden = !table.hidden;
+    tableButton.setAttribute("aria-pressed", String(!table.hidden));
+    if (cursor) tableLane.value = cursor.lane;
+    drawLater();
+  }
+
+  function drawTable() {
+    const lane = run.lanes.get(tableLane.value);
+    const now = lane ? `${run.runId}/${lane.id}/${lane.count}/${lane.slotsFilled}` : "";
+    if (tableRoot.dataset.shows === now) return;
+    tableRoot.dataset.shows = now;
+    tableRoot.replaceChildren(...(lane ? [gridTable(run, lane)] : []));
+  }
+
+  async function saveGrids(kind) {
+    setText(failed, "");
+    try {
+      saveBlob(`river-grids.${kind}`, await grids.image(kind));
+    } catch (error) {
+      setText(failed, error.message);
     }
-    drawInspector();
   }
 
-  function choose(laneId, i, { lock, speak = false }) {
-    const lane = run.lanes.get(laneId);
-    if (!lane?.tokens[i]) return;
-    if (lock) locked = { lane: laneId, i };
-    hovered = lock ? null : { lane: laneId, i };
-    drawInspector();
-    if (speak) {
-      const span = views.get(laneId).spans[i];
-      span?.scrollIntoView({ block: "nearest" });
-      status.textContent = tokenSentence(run, lane, lane.tokens[i]);
-    }
-  }
-
-  function clear() {
-    locked = null;
-    hovered = null;
-    drawInspector();
-  }
-
-  function tokenUnder(event) {
-    const span = event.target.closest?.(".tok");
-    const text = span?.closest(".text");
-    return text ? { lane: text.dataset.lane, i: Number(span.dataset.i) } : null;
-  }
-
-  function tokenInRibbon(event) {
-    const canvas = event.target.closest?.(".ribbon");
-    const id = canvas?.closest(".lane").dataset.lane;
-    const view = id && views.get(id);
-    if (!view) return null;
-    const at = (event.offsetX / canvas.clientWidth) * timeSpan(run) * 1e9;
-    const found = view.ends.find(([end]) => end >= at);
-    return found ? { lane: id, i: found[1] } : null;
-  }
+  /* Pointer and keys */
 
   stage.addEventListener("pointermove", (event) => {
-    if (event.pointerType === "touch") return;
-    const at = tokenUnder(event) ?? tokenInRibbon(event);
-    if (at) {
-      if (hovered?.lane !== at.lane || hovered?.i !== at.i) choose(at.lane, at.i, { lock: false });
-    } else if (hovered) {
-      hovered = null;
-      drawInspector();
-    }
+    if (event.pointerType === "touch" || gridsRoot.contains(event.target)) return;
+    const at = texts.tokenAt(event) ?? race.tokenAt(event);
+    if (at || hovered) hover(at);
   });
-  stage.addEventListener("pointerleave", () => {
-    hovered = null;
-    drawInspector();
-  });
+  stage.addEventListener("pointerleave", () => hover(null));
   stage.addEventListener("click", (event) => {
-    const at = tokenUnder(event) ?? tokenInRibbon(event);
-    if (!at) return;
-    if (locked?.lane === at.lane && locked?.i === at.i) clear();
-    else choose(at.lane, at.i, { lock: true });
+    if (gridsRoot.contains(event.target)) return;
+    const at = texts.tokenAt(event) ?? race.tokenAt(event);
+    if (at) toggleCursor(at);
   });
   close.addEventListener("click", clear);
+  unmark.addEventListener("click", () => {
+    setMarks(null);
+    onMarks();
+    stage.dispatchEvent(new CustomEvent("river:unmarked", { bubbles: true }));
+  });
+  tableLane.addEventListener("change", drawLater);
 
-  columns.addEventListener("keydown", (event) => {
-    const text = event.target.closest?.(".text");
-    if (!text || event.altKey || event.ctrlKey || event.metaKey) return;
-    const ids = [...run.lanes.keys()];
-    const id = text.dataset.lane;
-    const count = run.lanes.get(id).tokens.length;
-    if (!count) return;
-    const i = locked?.lane === id ? locked.i : -1;
-    const step = event.shiftKey ? 10 : 1;
-    const target = {
-      ArrowRight: Math.min(count - 1, i + step),
-      ArrowLeft: Math.max(0, i - step),
-      Home: 0,
-      End: count - 1,
-    }[event.key];
-    if (target !== undefined) {
-      choose(id, target, { lock: true, speak: true });
-    } else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
-      const other = ids[ids.indexOf(id) + (event.key === "ArrowDown" ? 1 : -1)];
-      if (!other) return;
-      views.get(other).text.focus();
-      choose(other, Math.min(Math.max(0, i), run.lanes.get(other).tokens.length - 1), { lock: true, speak: true });
-    } else if (event.key === "Escape") {
-      clear();
-      setText(status, statusLine(run));
-    } else {
-      return;
-    }
-    event.preventDefault();
+  const perform = { toggle, step, layer, edge, lock, unlock, lane: goToLane, help: () => (help.open(), true) };
+  document.addEventListener("keydown", (event) => {
+    const action = keyAction(event, event.target, transport.slider);
+    if (action && perform[action[0]](action[1]) !== false) event.preventDefault();
   });
 
-  const resized = new ResizeObserver(drawLater);
-  document.addEventListener("visibilitychange", drawLater);
+  document.addEventListener("visibilitychange", () => {
+    ticked = null;
+    drawLater();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawLater);
   new MutationObserver(drawLater).observe(document.body, { attributes: true, attributeFilter: ["class"] });
+
+  /* What is shown */
+
+  /** A live run that has ended gets a playhead, which stands at its end; messages may still fill holes. */
+  function followLive(changed) {
+    if (!changed || !isFinal(whole) || !whole.header) return;
+    const stood = atEnd();
+    player = createPlayer(traceOfRun(whole), whole.runId);
+    if (stood) clock = player.durationNs;
+    if (!speedChosen) speed = speedFor(player.durationNs);
+  }
+
+  /** Show another run from its start; nothing of the one before is left. */
+  function begin(nextSource, nextId, nextRun) {
+    source = nextSource;
+    id = nextId;
+    whole = nextRun;
+    run = nextRun;
+    player = null;
+    clock = 0;
+    playing = false;
+    setMarks(null);
+    clear();
+  }
+
+  function tellState(of = whole) {
+    onState(of);
+    stage.dispatchEvent(new CustomEvent("river:state", { detail: { state: of.state }, bubbles: true }));
+  }
+
+  function tellOpened() {
+    stage.dispatchEvent(new CustomEvent("river:opened", { detail: { source, id }, bubbles: true }));
+  }
+
   draw();
 
   return {
+    element: stage,
     get run() {
       return run;
     },
+    get whole() {
+      return whole;
+    },
+    get source() {
+      return source;
+    },
+    get id() {
+      return id;
+    },
+    get cursor() {
+      return cursor;
+    },
+
+    /** One message of a live run. The first one of a new run takes the stage; later ones do not take it back from a trace. */
     apply(message) {
-      const before = run.state;
-      const next = applyMessage(run, message, retired);
-      if (next !== run) {
-        locked = null;
-        hovered = null;
+      if (retired.has(message.run_id)) return;
+      const next = applyMessage(live ?? newRun(), message, retired);
+      const before = next === live ? live.state : null;
+      if (next !== live) {
         // A run that failed before it began leaves the lanes of the page as they were.
-        if (next.lanes.size === 0) for (const [id, lane] of previewRun().lanes) next.lanes.set(id, lane);
+        if (next.lanes.size === 0) for (const [lane, empty] of previewRun().lanes) next.lanes.set(lane, empty);
+        live = next;
+        begin("live", message.run_id, live);
+        tellOpened();
       }
-      run = next;
-      if (run.state !== before) onState(run);
+      if (whole === live) followLive(message.events.length > 0 || live.state !== before);
+      if (live.state !== before) tellState(live);
       drawLater();
     },
+
+    /**
+     * Show a finished trace. `play` starts the film (not where motion is unwanted: then it stands at the end); `lane` and `token` keep a
+     * token and stand at its moment; `at` is a moment in nanoseconds. Otherwise it stands at the end.
+     */
+    open(trace, { source: from = "file", id: known = null, play: wanted = false, at = null, lane = null, token = null } = {}) {
+      opened += 1;
+      const name = `open-${opened}`;
+      const full = createPlayer(trace, name); // throws before anything is changed
+      const everything = full.runAt(full.durationNs);
+      everything.playback = null;
+      begin(from, known, everything);
+      player = createPlayer(trace, name);
+      if (!speedChosen) speed = speedFor(player.durationNs);
+      clock = player.durationNs;
+      run = shownRun();
+      if (lane !== null && whole.lanes.get(lane)?.tokens[token ?? 0]) standAt(lane, token ?? 0);
+      else if (at !== null) seek(at);
+      else if (wanted && !calm.matches) play();
+      tellOpened();
+      tellState();
+      drawLater();
+    },
+
     reset() {
-      run = previewRun();
       retired = new Set();
-      clear();
-      drawLater();
+      live = null;
+      begin("preview", null, previewRun());
+      tellState();
     },
+
+    play,
+    pause,
+    setCursor(at) {
+      if (at === null) clear();
+      else if (whole.lanes.get(at.lane)?.tokens[at.i]) {
+        if (player && !tokenOf(at)) standAt(at.lane, at.i);
+        else choose(at, { speak: false });
+        revealing = true;
+      }
+    },
+    mark: setMarks,
+    gridImage: (kind) => grids.image(kind),
   };
 }

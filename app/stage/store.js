@@ -19,7 +19,18 @@ const FINAL = new Set(["done", "failed"]);
 
 /** An empty run. `lanes` is a Map from lane id to lane, in the order in which they are shown. */
 export function newRun(runId = null) {
-  return { runId, seq: -1, state: "idle", message: null, queue: null, header: null, lanes: new Map(), reason: null };
+  return {
+    runId,
+    seq: -1,
+    state: "idle",
+    message: null,
+    queue: null,
+    header: null,
+    lanes: new Map(),
+    reason: null,
+    memory: null, // the most memory that was used, of the done event
+    playback: null, // of a run that is played back: { durationNs, over }
+  };
 }
 
 export function newLane(id) {
@@ -34,7 +45,12 @@ export function newLane(id) {
     decoded: 0, // tokens that count for the speed: all but the first, which the prefill wrote
     decodeNs: 0,
     prefillNs: 0,
+    prefill: null, // the prefill event
     depthSum: 0,
+    layersSum: 0, // rows times layers of the backbone, those made up for included
+    slotsLeft: 0, // slots that decode steps left empty
+    slotsFilled: 0, // ... and that later steps have written
+    slotsWritten: 0, // by decode steps, at their own position
     note: "",
     untrainedHead: false, // it answers from the LM head on a state that the model was never trained for
     cycles: new Map(), // of verified River: cycle number -> { drafted, accepted }
@@ -59,6 +75,26 @@ function laneOf(run, id) {
   return run.lanes.get(id);
 }
 
+/** Lanes of one label get their threshold with it, or a number where that is the same too. */
+function tellApart(lanes) {
+  for (const words of [(lane) => ruleWords(lane.rule), (lane, at) => String(at + 1)]) {
+    for (const label of new Set(lanes.map((lane) => lane.label))) {
+      const same = lanes.filter((lane) => lane.label === label);
+      if (same.length > 1) same.forEach((lane, at) => (lane.label = `${label}, ${words(lane, at)}`));
+    }
+  }
+}
+
+/** An exit rule in two words, such as "tau 0.97". */
+export function ruleWords(rule) {
+  if (!rule) return "no rule";
+  if (typeof rule.tau === "number") return `tau ${rule.tau}`;
+  if (typeof rule.threshold === "number") return `${rule.name} ${rule.threshold}`;
+  if (typeof rule.depth === "number") return `depth ${rule.depth}`;
+  if (rule.name === "follow") return "River’s exits";
+  return rule.name;
+}
+
 /** Apply one event. Applying it again, or in another order, leads to the same run. */
 export function applyEvent(run, event) {
   switch (event.type) {
@@ -76,6 +112,7 @@ export function applyEvent(run, event) {
         lane.untrainedHead = about.untrained_head === true;
         lanes.set(about.id, lane);
       }
+      tellApart([...lanes.values()]);
       run.lanes = lanes;
       break;
     }
@@ -90,6 +127,12 @@ export function applyEvent(run, event) {
         lane.decoded += 1;
         lane.decodeNs += event.t_ns;
         lane.depthSum += event.exit_layer;
+        lane.layersSum += event.layers_run ?? event.exit_layer;
+        for (const [first, last, owner] of event.kv) {
+          if (owner === "none") lane.slotsLeft += last - first;
+          else lane.slotsWritten += last - first;
+        }
+        for (const [, first, last] of event.filled ?? []) lane.slotsFilled += last - first;
         if (event.cycle) lane.cycles.set(event.cycle.number, event.cycle);
         if (event.fidelity) {
           lane.compared += 1;
@@ -99,9 +142,12 @@ export function applyEvent(run, event) {
       }
       break;
     }
-    case "prefill":
-      laneOf(run, event.lane).prefillNs ||= event.t_ns;
+    case "prefill": {
+      const lane = laneOf(run, event.lane);
+      lane.prefill = event;
+      lane.prefillNs ||= event.t_ns;
       break;
+    }
     case "fidelity":
       laneOf(run, event.lane).fidelity = event;
       break;
@@ -113,6 +159,7 @@ export function applyEvent(run, event) {
       break;
     case "done":
       run.reason = event.reason;
+      run.memory = event.memory ?? null;
       break;
   }
 }
@@ -142,6 +189,11 @@ export function isFinal(run) {
   return FINAL.has(run.state);
 }
 
+/** Whether everything of the run is in it: it has ended, and has been played to its end. */
+export function isOver(run) {
+  return isFinal(run) && (!run.playback || run.playback.over);
+}
+
 export function layersOf(run) {
   return run.header?.model?.n_layers ?? 30;
 }
@@ -149,6 +201,21 @@ export function layersOf(run) {
 /** Tokens per second of engine time, or null before the second token. */
 export function speed(lane) {
   return lane.decoded > 0 && lane.decodeNs > 0 ? lane.decoded / (lane.decodeNs / 1e9) : null;
+}
+
+const RECENT = 16;
+
+/** Tokens per second over the last 16 tokens, of engine time, or null before the second token. */
+export function recentSpeed(lane) {
+  let count = 0;
+  let ns = 0;
+  for (let i = lane.tokens.length - 1; i >= 0 && count < RECENT; i -= 1) {
+    const token = lane.tokens[i];
+    if (!token || token.from_prefill) continue;
+    count += 1;
+    ns += token.t_ns;
+  }
+  return count > 0 && ns > 0 ? count / (ns / 1e9) : null;
 }
 
 /** How many times the backbone's speed, or null without a backbone lane. */
@@ -162,6 +229,41 @@ export function speedUp(run, lane) {
 /** Mean number of backbone layers per decoded token, or null. */
 export function meanDepth(lane) {
   return lane.decoded > 0 ? lane.depthSum / lane.decoded : null;
+}
+
+/** Mean number of rows times backbone layers per decoded token, layers that were made up for later included; or null. */
+export function meanLayersRun(lane) {
+  return lane.decoded > 0 ? lane.layersSum / lane.decoded : null;
+}
+
+/**
+ * What leaving early could gain at most: all layers over the mean number that a token was taken through, as if the layers it skipped cost
+ * nothing. A check of several drafts takes them through the layers together. Infinity where no backbone layer ran; null before the second token.
+ */
+export function speedBound(run, lane) {
+  if (lane.decoded === 0) return null;
+  const layers = layersOf(run);
+  const passed = lane.cycles.size > 0 ? layers * lane.cycles.size : lane.depthSum;
+  return passed > 0 ? (layers * lane.decoded) / passed : Infinity;
+}
+
+/** Slots of the KV cache that have been written so far, the prompt's included. */
+export function slotsHeld(run, lane) {
+  if (lane.count === 0 && !lane.prefill) return 0;
+  const prompt = run.header?.prompt_ids?.length ?? 0;
+  const kept = lane.prefill?.kv
+    ? lane.prefill.kv.reduce((sum, [first, last, owner]) => sum + (owner === "none" ? 0 : last - first), 0)
+    : layersOf(run);
+  return prompt * kept + lane.slotsWritten + lane.slotsFilled;
+}
+
+/** The steps after token `i` that wrote slots of its position: a list of { i, first, last }. */
+export function fillingsOf(lane, token) {
+  const found = [];
+  for (const later of lane.tokens) {
+    for (const [position, first, last] of later?.filled ?? []) if (position === token.position) found.push({ i: later.i, first, last });
+  }
+  return found;
 }
 
 export function backboneOf(run) {
@@ -185,6 +287,7 @@ export function firstDifference(run, lane) {
 
 /** The seconds that the shared time axis spans: a round number while lanes run, the slowest lane's time at the end. */
 export function timeSpan(run) {
+  if (run.playback) return run.playback.durationNs / 1e9 || 1;
   let longest = 0;
   let expected = 0;
   for (const lane of run.lanes.values()) {
@@ -276,7 +379,8 @@ export function laneStatus(run, lane) {
   }
   if (lane.error) return `failed: ${lane.error}`;
   if (run.state === "idle") return "";
-  if (isFinal(run)) return lane.count > 0 ? "stopped" : "";
+  if (isOver(run)) return lane.count > 0 ? "stopped" : "";
+  if (run.playback) return lane.count > 0 ? "running" : "reading the prompt";
   return lane.count > 0 ? "running" : "waiting";
 }
 
@@ -304,10 +408,8 @@ export function ordinal(n) {
   return `${n}${ORDINALS[ordinalRules.select(n)]}`;
 }
 
-/** The one status line: it changes when a run or a lane changes its state, not with every token. */
+/** The one status line of a live run: it changes when a run or a lane changes its state, not with every token. */
 export function statusLine(run) {
-  const ended = [...run.lanes.values()].filter((lane) => lane.end && !isFinal(run));
-  const finished = ended.map((lane) => `${lane.label} is done.`).join(" ");
   switch (run.state) {
     case "idle":
       return "Press Run, and the lanes answer the same prompt side by side.";
@@ -318,33 +420,23 @@ export function statusLine(run) {
         ? "Waiting for the model. Your run starts as soon as it is ready."
         : "Your run is about to start.";
     case "running":
-      return finished || (run.header ? "Running." : "Reading the prompt.");
+      return lanesDone(run) || (run.header ? "Running." : "Reading the prompt.");
     case "stopping":
       return "Stopping after the current token.";
     case "failed":
       return run.message ?? "The run failed.";
     default:
-      return run.message ?? headline(run);
+      return run.message ?? speedLine(run);
   }
 }
 
-/** One sentence about a finished run, from its own numbers. */
-export function headline(run) {
-  const stopped = run.reason === "stop" ? "Stopped. " : "";
-  const lane = [...run.lanes.values()].find((one) => one.method === "river") ?? [...run.lanes.values()].at(-1);
-  const rate = lane && speed(lane);
-  if (!rate) return stopped || "Done.";
-  const layers = layersOf(run);
-  const said = [`${lane.label} wrote ${lane.count} tokens at ${rate.toFixed(1)} tokens/s`];
-  if (lane === backboneOf(run)) return `${stopped}${said[0]}, running all ${layers} layers for each.`;
-  const ratio = speedUp(run, lane);
-  if (ratio) said.push(`${ratio.toFixed(2)}× the backbone`);
-  said.push(`running ${meanDepth(lane).toFixed(1)} of its ${layers} layers per token`);
-  const at = firstDifference(run, lane);
-  if (sameText(run)) {
-    const agrees = lane.compared ? `; on the backbone’s text it would have taken the same token in ${Math.round((100 * lane.agreed) / lane.compared)} % of the steps` : "";
-    return `${stopped}${said.join(", ")}${agrees}.`.replace(" wrote ", " read ");
-  }
-  const texts = at >= 0 ? `the texts part at token ${at + 1}` : "the texts agree";
-  return `${stopped}${said.join(", ")}${ratio ? `; ${texts}` : ""}.`;
+/** The lanes that have ended, while others go on; empty otherwise. */
+export function lanesDone(run) {
+  const ended = [...run.lanes.values()].filter((lane) => lane.end);
+  return ended.length === run.lanes.size ? "" : ended.map((lane) => `${lane.label} is done.`).join(" ");
+}
+
+function speedLine(run) {
+  const speeds = [...run.lanes.values()].filter((lane) => speed(lane)).map((lane) => `${lane.label} ${speed(lane).toFixed(1)}`);
+  return `${run.reason === "stop" ? "Stopped." : "Done."}${speeds.length ? ` ${speeds.join(" · ")} tokens/s.` : ""}`;
 }

@@ -94,10 +94,13 @@ def test_nul_and_unpaired_surrogates_do_not_break_the_channel(new_tab):
         ("tau", "near one", "not a number"),
         ("max-tokens", "", "Max tokens is empty"),
         ("prompt", "", "prompt is empty"),
+        ("more", "river:0.9, rivr", "There is no method 'rivr'"),
     ],
 )
 def test_input_that_cannot_be_used_gets_a_sentence_and_stays(new_tab, control, value, words):
     tab = new_tab()
+    if control == "more":
+        tab.page.click("#sampling button >> nth=0")
     tab.fill(control, value)
     tab.press("run")
     tab.wait_state("failed")
@@ -155,6 +158,7 @@ def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
     tab.press("run")
     tab.wait_tokens(6)
     tab.open()
+    tab.page.wait_for_selector("#run-tab-button[aria-selected=true]")
     tab.complaints.clear()  # Gradio reports the stream that the reload cut off
     page_server.wait_idle(within=3)
     tab.wait_state("done")
@@ -195,7 +199,8 @@ def test_a_token_can_be_inspected_by_pointer_and_by_keyboard(new_tab):
     page.locator(".text[data-lane=river]").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowUp")
+    page.keyboard.press("2")  # the second lane
+    tab.drawn()
     assert "token 2" in page.text_content(".token-place")
     assert "Full 4-bit" in page.text_content(".token-place")
     assert "token 2" in tab.status()
@@ -254,6 +259,7 @@ def test_without_a_model_the_page_opens_and_says_what_to_do(chromium):
     page.goto(server.url)
     page.wait_for_selector("#model-pill[data-model-state=failed]")
     assert "give a folder" in page.text_content("#model-pill")
+    page.click("#run-tab-button")
     page.fill("#prompt textarea", "Kept")
     page.click("#run")
     page.wait_for_selector(".stage[data-run-state=failed]")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import gradio as gr
+import httpx
 
 import app  # noqa: F401  (sets what Gradio reads at import)
 import river_core
@@ -21,6 +24,12 @@ class Page:
     runs: Runs
     demo: gr.Blocks
 
+    def ask(self, name: str, argument: Any = None) -> Any:
+        """The answer of a function that the page's script calls by itself."""
+        channel = next(block for block in self.demo.blocks.values() if getattr(block, "elem_id", None) == "stage")
+        body = {"component_id": channel._id, "fn_name": name, "data": argument, "session_hash": "test"}
+        return httpx.post(f"{self.url}/gradio_api/component_server", json=body, timeout=30).raise_for_status().json()
+
     def wait_idle(self, within: float) -> float:
         """Seconds until the engine had no run in hand any more; fails after `within`."""
         start = time.monotonic()
@@ -30,10 +39,16 @@ class Page:
         return time.monotonic() - start
 
 
-def serve(load) -> Page:
-    """Launch the page on a free port; `load(progress)` returns the model or raises."""
+def never(progress) -> None:
+    """A load function whose model does not come: it says how far it is and waits, as a slow download does."""
+    progress("download", 0.4, "downloading the model")
+    threading.Event().wait()
+
+
+def serve(load, **options) -> Page:
+    """Launch the page on a free port; `load(progress)` returns the model or raises; `options` are those of `Runs`."""
     host = ModelHost(load)
-    runs = Runs(host, river_core.compare).open()
+    runs = Runs(host, river_core.compare, **options).open()
     demo = build(host, runs)
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **launch_options())
     return Page(url.rstrip("/"), host, runs, demo)

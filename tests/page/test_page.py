@@ -10,6 +10,9 @@ import time
 import httpx
 import pytest
 from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+from river_core import Trace
 
 DEFAULTS = {
     "prompt": "What is 12 times 7?",
@@ -24,6 +27,7 @@ DEFAULTS = {
     "prefill": "full",
     "timing": "race",
     "mode": "free",
+    "more": "",
 }
 
 
@@ -103,7 +107,7 @@ def visitor(page_server):
 
 def test_a_run_through_the_client_ends_with_all_its_events(page_server):
     client = Client(page_server.url, analytics_enabled=False, verbose=False)
-    texts = list(client.submit(**DEFAULTS, api_name="/run"))
+    texts = list(client.submit(*DEFAULTS.values(), api_name="/run"))
     last = json.loads(texts[-1])
     assert last["state"] == "done"
     assert last["from"] == 0
@@ -112,7 +116,7 @@ def test_a_run_through_the_client_ends_with_all_its_events(page_server):
         ids = [event["i"] for event in last["events"] if event["type"] == "token" and event["lane"] == lane]
         assert ids == list(range(len(ids)))
         assert 1 <= len(ids) <= DEFAULTS["max_tokens"]
-    assert last["events"][-1] == {"type": "done", "reason": "finished"}
+    assert last["events"][-1]["reason"] == "finished"
 
 
 def test_batches_together_are_the_snapshot_and_stay_small(visitor):
@@ -149,7 +153,7 @@ def test_stop_frees_the_engine_and_a_new_run_works_at_once(visitor, page_server)
     assert page_server.wait_idle(within=2) < 1
     rest = list(messages)
     assert rest[-1]["state"] == "done"
-    assert rest[-1]["events"][-1] == {"type": "done", "reason": "stop"}
+    assert rest[-1]["events"][-1]["reason"] == "stop"
     assert visitor.run(max_tokens=3)[-1]["state"] == "done"
 
 
@@ -274,3 +278,73 @@ def test_lanes_that_cannot_be_fed_a_text_are_refused_in_a_sentence(visitor):
     last = visitor.run(lanes=["backbone", "verified"], mode="same-text")[-1]
     assert last["state"] == "failed"
     assert "makes its own tokens" in last["message"]
+
+
+def test_more_lanes_run_beside_the_ticked_ones_with_thresholds_of_their_own(visitor):
+    last = visitor.run(lanes=["river"], more="river:0.8, masking@fixed:12", max_tokens=4)[-1]
+    header = events_of([last], "run")[0]["header"]
+    assert [(lane["id"], lane["label"]) for lane in header["lanes"]] == [
+        ("river", "River"),
+        ("river-2", "River, tau 0.8"),
+        ("masking", "KV masking, fixed 12"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [("rivr:0.95", "There is no method 'rivr'"), ("river@fixed:99", "fixed exit depth"), ("river," * 13, "at most 12")],
+)
+def test_more_lanes_that_do_not_exist_get_the_engines_sentence(visitor, more, words):
+    last = visitor.run(more=more)[-1]
+    assert last["state"] == "failed"
+    assert words in last["message"]
+
+
+def api(page_server) -> Client:
+    return Client(page_server.url, analytics_enabled=False, verbose=False)
+
+
+def test_the_endpoint_for_programs_is_documented_and_returns_the_trace(page_server):
+    client = api(page_server)
+    endpoints = client.view_api(return_format="dict")["named_endpoints"]
+    assert list(endpoints) == ["/trace"]
+    assert "Decode one prompt with several methods" in endpoints["/trace"]["description"]
+    assert [parameter["parameter_name"] for parameter in endpoints["/trace"]["parameters"]][:3] == ["prompt", "methods", "tau"]
+    data = client.predict("Name three rivers.", "backbone, river:0.95", max_tokens=6, api_name="/trace")
+    trace = Trace.from_dict(data)
+    assert data == json.loads(json.dumps(trace.to_dict()))
+    assert trace.header["prompt"] == "Name three rivers."
+    assert [lane["label"] for lane in trace.header["lanes"]] == ["Backbone", "River, tau 0.95"]
+    assert all(1 <= len(lane.tokens) <= 6 and lane.end for lane in trace.lanes.values())
+    assert trace.done["reason"] == "finished"
+    assert trace.lanes["backbone"].prefill["similarity"], "the prompt's similarities pass the channel"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("",), "prompt is empty"), (("Hi", "rivr"), "There is no method"), (("Hi", "river", 0.9, 8, 0, 0, "odd"), "mode must be one of")],
+)
+def test_the_endpoint_for_programs_answers_errors_with_sentences(page_server, arguments, words):
+    with pytest.raises(AppError, match=words):
+        api(page_server).predict(*arguments, api_name="/trace")
+
+
+def test_cancelling_a_call_stops_the_engine(page_server):
+    job = api(page_server).submit("Count from 1 to 1000 in words.", max_tokens=2000, api_name="/trace")
+    deadline = time.monotonic() + 20
+    while not page_server.runs.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    job.cancel()
+    page_server.wait_idle(within=3)
+
+
+def test_a_finished_run_is_a_trace_for_whoever_knows_its_id(visitor, page_server):
+    last = visitor.run(max_tokens=4)[-1]
+    trace = page_server.runs.trace(last["run_id"])
+    assert list(trace.lanes) == DEFAULTS["lanes"]
+    assert page_server.runs.trace("guess") is None
+    saved = page_server.ask("download", {"id": last["run_id"], "kind": "json"})
+    assert Trace.from_bytes(saved["text"].encode()).to_dict() == trace.to_dict()
+    assert "error" in page_server.ask("download", {"id": "guess", "kind": "json"})

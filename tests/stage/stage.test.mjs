@@ -4,13 +4,16 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { depthColour, depthRules, luminance, textColour } from "../../app/stage/ramp.js";
+import { exitSentence } from "../../app/stage/inspector.js";
 import {
   applyMessage,
+  fillingsOf,
   firstDifference,
   laneStatus,
   meanDepth,
   newRun,
   ordinal,
+  recentSpeed,
   slotFidelity,
   speed,
   speedUp,
@@ -175,4 +178,57 @@ test("a draft lane that differs where the backbone was undecided is called a nea
   };
   assert.match(verdict([0.41, 0.4]), /near tie at token 2: 0.02 logits apart/);
   assert.match(verdict([0.8, 0.1]), /differs from token 2$/);
+});
+
+test("prefill and memory are kept, whatever the order, and what is filled later is counted once", () => {
+  const recompute = { ...header, lanes: [{ id: "recompute", method: "recompute" }] };
+  const prefill = { type: "prefill", lane: "recompute", t_ns: 50e6, kv: [[0, 4, "backbone", 1]], shared: true };
+  const hole = { ...token("recompute", 1, 6, 1), kv: [[0, 1, "backbone", 3], [1, 4, "none", -1]], layers_run: 1 };
+  const filling = { ...token("recompute", 2, 7, 4), kv: [[0, 4, "backbone", 4]], layers_run: 7, filled: [[3, 1, 4, "backbone"]], position: 4 };
+  const memory = { peak_bytes: 9, of: "device" };
+  const events = [{ type: "run", header: recompute }, prefill, token("recompute", 0, 5, 4, 50e6), hole, filling, { type: "done", reason: "finished", memory }];
+  for (const order of [events, [...events].reverse(), [...events, ...events]]) {
+    let run = newRun();
+    for (const event of order) run = applyMessage(run, message([event]), new Set());
+    const lane = run.lanes.get("recompute");
+    assert.equal(lane.prefill, prefill);
+    assert.equal(lane.prefillNs, 50e6);
+    assert.deepEqual(run.memory, memory);
+    assert.deepEqual([lane.slotsLeft, lane.slotsFilled, lane.slotsWritten, lane.layersSum], [3, 3, 5, 8]);
+    assert.deepEqual(fillingsOf(lane, { position: 3 }), [{ i: 2, first: 1, last: 4 }]);
+  }
+});
+
+test("two lanes of one method have names that differ", () => {
+  const labels = (lanes) => [...applyMessage(newRun(), message([{ type: "run", header: { ...header, lanes } }]), new Set()).lanes.values()].map((lane) => lane.label);
+  const river = (id, label, tau) => ({ id, method: "river", label, rule: { name: "similarity", tau } });
+  assert.deepEqual(labels([river("river", "River", 0.95), river("river-2", "River", 0.98)]), ["River, tau 0.95", "River, tau 0.98"]);
+  assert.deepEqual(labels([river("river", "River", 0.95), river("river-2", "River, tau 0.98", 0.98)]), ["River", "River, tau 0.98"]);
+  assert.equal(new Set(labels([river("river", "River", 0.95), river("river-2", "River", 0.95)])).size, 2);
+});
+
+test("while a lane runs its speed is that of the last 16 tokens", () => {
+  const tokens = Array.from({ length: 40 }, (_, i) => token("backbone", i, i, 4, i < 20 ? 10e6 : 5e6));
+  const run = applyMessage(newRun(), message([{ type: "run", header }, ...tokens]), new Set());
+  const lane = run.lanes.get("backbone");
+  assert.equal(recentSpeed(lane), 200);
+  assert.equal(speed(lane).toFixed(1), (39 / (19 * 0.01 + 20 * 0.005)).toFixed(1));
+  assert.equal(recentSpeed(newRun().lanes.get("none") ?? { tokens: [] }), null);
+});
+
+test("why a token left is said with the number that decided, for every rule", () => {
+  const at = (exit_layer, fields = {}) => ({ ...token("x", 1, 6, exit_layer), tested: exit_layer, similarity: [0.2, 0.95, 0.5, 0.4], top5: [[6, " 6", 0.83], [7, " 7", 0.1]], ...fields });
+  const lane = (rule, fields = {}) => ({ method: "masking", rule, untrainedHead: true, ...fields });
+  const tau = { name: "similarity", tau: 0.9, floor: 2, layers: null };
+  assert.equal(exitSentence(at(2), lane(tau), 4), "Left after layer 2: similarity 0.9500 > tau 0.9; it may not leave before layer 2.");
+  assert.match(exitSentence(at(4, { similarity: [0.99, 0.5, 0.6, 0.1], tested: 3 }), lane(tau), 4), /reached 0\.6000 at most \(layer 3\), not above tau 0\.9/);
+  assert.match(exitSentence(at(3), lane(tau, { method: "monotone" }), 4), /no token may go deeper/);
+  const head = (name) => ({ name, threshold: 0.7, floor: 1, layers: [2, 3] });
+  assert.match(exitSentence(at(2), lane(head("maxprob")), 4), /probability of its best token, 0\.830, passed 0\.7; it may leave after layers 2, 3 only/);
+  assert.match(exitSentence(at(2), lane(head("margin")), 4), /margin between its two best tokens, 0\.730, passed 0\.7/);
+  assert.match(exitSentence(at(2), lane(head("entropy")), 4), /certainty \(1 less the normalised entropy\) passed 0\.7/);
+  // River answers from another state than the one that was tested: the score is not in the trace and is not made up.
+  assert.match(exitSentence(at(2), lane(head("maxprob"), { untrainedHead: false, method: "river" }), 4), /best token passed 0\.7/);
+  assert.match(exitSentence(at(4, { tested: 0 }), lane(tau, { method: "recompute" }), 4), /too many tokens were waiting/);
+  assert.match(exitSentence(at(2, { tested: 0 }), lane({ name: "follow", leader: "river" }), 4), /where River left/);
 });

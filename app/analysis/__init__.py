@@ -1,0 +1,249 @@
+"""The Analyse tab: charts of what is open in the stage, its tokens as a table, a sweep over thresholds, and two traces side by side.
+
+All that is drawn is drawn by the tab's own script in one gr.HTML; Python answers its questions with figures and facts as data.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from app import stage
+from app.model_host import is_sentence
+from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
+
+HERE = Path(__file__).parent
+PLOTLY = Path(find_spec("plotly").origin).parent / "package_data" / "plotly.min.js"
+"""The library as it lies in the Python package: it is loaded when the tab is first opened, and from this server alone."""
+
+SWEEP_METHODS = {
+    "river": "River",
+    "masking": "KV masking",
+    "recompute": "Recompute",
+    "propagation": "State propagation",
+    "monotone": "Monotone exit",
+    "int4": "Full 4-bit",
+}
+SWEEP_REPEATS = (1, 5)
+RESULT_BYTES = 2 << 20
+GONE = "The server does not hold this run any more. Open it again."
+NOTHING = "Nothing is open yet. Open a recording in Watch, or make a run."
+TABLE_COLUMNS = [
+    "lane",
+    "token",
+    "text",
+    "position",
+    "from_prompt",
+    "exit_layer",
+    "layers_run",
+    "t_ms",
+    "similarity",
+    "top1",
+    "agrees",
+    "kl",
+]
+
+
+def build(runs: Runs) -> None:
+    """The content of the tab; called where it belongs, inside its gr.Tab."""
+
+    # Functions that the tab's script calls by itself; Gradio always hands them one argument.
+    def charts(wanted: dict[str, Any]) -> dict[str, Any]:
+        """{charts: list of {name, title, tag, note, figure}} of a trace, or {error}. `wanted` is {id, columns}."""
+        from app.charts import figures
+
+        trace = _trace(runs, wanted)
+        return {"charts": figures(trace, int(wanted.get("columns") or 3))} if trace else {"error": GONE}
+
+    def table_csv(wanted: dict[str, Any]) -> dict[str, str]:
+        """{name, text} of the table of all tokens, or {error}."""
+        from app.charts import token_table
+
+        trace = _trace(runs, wanted)
+        return {"name": "river-tokens.csv", "text": token_table(trace).to_csv(index=False)} if trace else {"error": GONE}
+
+    def sweep_start(_: Any = None) -> dict[str, Any]:
+        """What the controls of a sweep begin with: {methods: [[name, label], ...], taus: text}."""
+        presets = sorted(runs.presets().values())
+        return {"methods": [list(item) for item in SWEEP_METHODS.items()], "taus": ", ".join(f"{tau:g}" for tau in default_taus(presets))}
+
+    def compare_with(wanted: dict[str, Any]) -> dict[str, Any]:
+        """{diff} of two traces, or {error}. `wanted` is {a, b} with ids, or {a, file} with a file in base64."""
+        from app.analysis.diff import diff
+
+        try:
+            other = runs.open_file(base64.b64decode(wanted["file"], validate=True))[0] if "file" in wanted else wanted.get("b")
+        except (binascii.Error, TypeError):
+            return {"error": "The file did not arrive whole. Open it again."}
+        except Exception as error:
+            if not is_sentence(error):
+                raise
+            return {"error": str(error)}
+        a, b = runs.trace(str(wanted.get("a"))), runs.trace(str(other))
+        return {"diff": diff(a, b), "id": other} if a and b else {"error": GONE}
+
+    def recordings(_: Any = None) -> list[list[str]]:
+        """[id, title] of every recording."""
+        return [[f"recording:{slug}", recording.title] for slug, recording in runs.recordings.items()]
+
+    def saved_result(text: str) -> dict[str, Any]:
+        """{charts} of a saved sweep or benchmark, or {error}."""
+        try:
+            return {"charts": read_result(text)}
+        except ValueError as error:
+            return {"error": str(error)}
+
+    panel = gr.HTML(
+        "",
+        html_template='<div class="analysis"></div>',
+        js_on_load=script(),
+        server_functions=[charts, table_csv, sweep_start, compare_with, recordings, saved_result],
+        plotly=f"gradio_api/file={PLOTLY}",
+        limits={"sent": UPLOAD_BYTES, "unpacked": UNPACKED_BYTES, "result": RESULT_BYTES},
+        apply_default_css=False,
+        elem_id="analysis",
+    )
+    table = gr.Dataframe(
+        headers=TABLE_COLUMNS[:10],
+        label="Tokens",
+        interactive=False,
+        show_search="search",
+        max_height=430,
+        max_chars=60,
+        buttons=["copy", "fullscreen"],
+        elem_id="analysis-table",
+    )
+
+    def tokens(event: gr.EventData):
+        """The rows of one lane, or of all."""
+        from app.charts import token_table
+
+        trace = _trace(runs, event._data)
+        if trace is None:
+            raise gr.Error(GONE)
+        rows = token_table(trace)
+        lane = event._data.get("lane")
+        rows = rows[rows["lane"] == lane] if lane else rows
+        return rows[[name for name in TABLE_COLUMNS if name in rows]]
+
+    async def sweep(event: gr.EventData, request: gr.Request) -> AsyncIterator[str]:
+        session = request.session_hash or ""
+        try:
+            run = runs.start(session, None, sweep_job(runs, event._data))
+        except ValueError as error:
+            run = runs.refuse(session, str(error))
+        async with aclosing(runs.stream(run)) as messages:
+            async for message in messages:
+                yield message
+
+    def stop(request: gr.Request) -> None:
+        runs.stop_session(request.session_hash or "")
+
+    private = {"show_progress": "hidden", "api_visibility": "private"}
+    panel.tokens(tokens, None, table, queue=False, **private)
+    panel.sweep(sweep, None, panel, trigger_mode="once", concurrency_limit=None, **private)
+    panel.sweep_stop(stop, None, None, queue=False, **private)
+
+
+def _trace(runs: Runs, wanted: dict[str, Any]):
+    return runs.trace(str(wanted.get("id")))
+
+
+def default_taus(presets: list[float]) -> list[float]:
+    """Thresholds around a model's presets: those, one below and one above; the paper's range where nothing is known."""
+    if not presets:
+        return [0.9, 0.95, 0.97, 0.98, 0.99]
+    low, high = presets[0], presets[-1]
+    return sorted({round(max(1 - 2 * (1 - low), low / 2), 3), *presets, round(1 - (1 - high) / 2, 3)})
+
+
+def sweep_job(runs: Runs, wanted: dict[str, Any]):
+    """The work of a sweep on the prompt of an open trace, for `Runs.start`.
+
+    Args:
+        wanted: {id, methods, taus (text), tokens, repeats} as the page sends it.
+
+    Raises:
+        ValueError: with one sentence, if a control holds something that cannot be used.
+    """
+    trace = _trace(runs, wanted)
+    if trace is None:
+        raise ValueError(GONE if wanted.get("id") else NOTHING)
+    methods = [name for name in SWEEP_METHODS if name in (wanted.get("methods") or [])]
+    if not methods:
+        raise ValueError("No method is ticked. Tick River, for example.")
+    try:
+        tokens, repeats = int(wanted.get("tokens")), int(wanted.get("repeats"))
+    except (TypeError, ValueError):
+        raise ValueError("Tokens and repeats must be whole numbers, such as 48 and 3.") from None
+    if not SWEEP_REPEATS[0] <= repeats <= SWEEP_REPEATS[1]:
+        raise ValueError(f"Repeats can be {SWEEP_REPEATS[0]} to {SWEEP_REPEATS[1]} here; `python -m river_core sweep` takes more.")
+    prompt, chat, text = trace.header["prompt"], bool(trace.header.get("chat", True)), str(wanted.get("taus") or "")
+
+    def job(model: Any, stop) -> Iterator[dict[str, Any]]:
+        from app.charts import sweep_figures
+        from river_core.measure.sweep import read_taus, sweep
+
+        event = None
+        for event in sweep(model, prompt, methods, read_taus(text), max_new_tokens=tokens, repeats=repeats, chat=chat, stop=stop):
+            yield event
+        yield {"type": "charts", "charts": sweep_figures(event)}
+
+    return job
+
+
+def read_result(text: str) -> list[dict[str, Any]]:
+    """Charts of a file that `python -m river_core sweep --json` or `bench --json` wrote, told apart by what is in it.
+
+    Raises:
+        ValueError: with one sentence, if it is neither.
+    """
+    from app.charts import bench_figures, sweep_figures
+
+    try:
+        result = json.loads(str(text)[: RESULT_BYTES + 1])
+    except (ValueError, RecursionError):
+        raise ValueError("The file is no valid JSON. A result is what `sweep --json` or `bench --json` prints.") from None
+    if isinstance(result, dict) and "points" in result:
+        made = sweep_figures(result)
+        if not made:
+            raise ValueError("This sweep was stopped before its first repeat was finished, so it holds no points.")
+        return made
+    if isinstance(result, dict) and "lanes" in result and "rounds" in result:
+        return bench_figures(result)
+    raise ValueError("The file is the result neither of a sweep nor of a benchmark. A trace is opened by dropping it on the page.")
+
+
+def modules(entry: Path = HERE / "analysis.js") -> list[Path]:
+    """A script and everything it imports, each once and behind what it needs."""
+    found: dict[Path, None] = {}
+    for line in stage.IMPORT.findall(entry.read_text(encoding="utf-8")):
+        needed = (entry.parent / line.rsplit('"', 2)[1]).resolve()
+        found |= dict.fromkeys(modules(needed))
+    return [*found, entry.resolve()]
+
+
+@cache
+def script() -> str:
+    """What gr.HTML runs on load: the tab's modules and those of the stage that they use, joined as the stage's are."""
+    paths = dict.fromkeys(modules())
+    texts = [stage.EXPORT.sub("", stage.IMPORT.sub("", path.read_text(encoding="utf-8"))) for path in paths]
+    return "\n".join(texts) + "\nconnectAnalysis({ element, props, server, trigger, watch });\n//# sourceURL=river-analysis.js\n"
+
+
+def style() -> str:
+    return (HERE / "analysis.css").read_text(encoding="utf-8")
+
+
+def static_paths() -> list[Path]:
+    """Files that the page fetches from this server, for gr.set_static_paths."""
+    return [PLOTLY]

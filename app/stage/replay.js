@@ -1,0 +1,30 @@
+// A replay: one .html file with the stage and one trace, without Gradio, server or network.
+
+import { saveText } from "./save.js";
+import { createStage } from "./stage.js";
+
+/** Play the trace that lies in the page's <script id="trace"> on the stage in its <main id="stage">. */
+export function openReplay() {
+  const text = document.getElementById("trace").textContent;
+  const stage = createStage(document.getElementById("stage"), {
+    actions: [
+      {
+        name: "json",
+        label: "Download trace",
+        title: "The whole trace as a JSON file, which the explorer can open",
+        run: () => saveText("river-trace.json", text, "application/json"),
+      },
+    ],
+  });
+  const toggle = document.getElementById("theme");
+  const show = (dark) => {
+    document.body.classList.toggle("dark", dark);
+    toggle.textContent = dark ? "Light" : "Dark";
+    toggle.setAttribute("aria-label", dark ? "Switch to the light theme" : "Switch to the dark theme");
+  };
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  show(system.matches);
+  system.addEventListener("change", () => show(system.matches));
+  toggle.addEventListener("click", () => show(!document.body.classList.contains("dark")));
+  stage.open(JSON.parse(text), { source: "replay", id: null, play: !matchMedia("(prefers-reduced-motion: reduce)").matches });
+}

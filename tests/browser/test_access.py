@@ -1,0 +1,61 @@
+"""For everyone: no serious finding of axe in either theme, no side scroll on a small phone, reduced motion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core as the package carries it."""
+    package = pytest.importorskip("axe_playwright_python")
+    return (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+def findings(page, axe: str) -> list[str]:
+    """Serious and critical findings: the rule, and where."""
+    page.evaluate(axe)
+    result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{found['id']}: {node['target']} {node['failureSummary'][:300]}"
+        for found in result["violations"]
+        if found["impact"] in ("serious", "critical")
+        for node in found["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_no_serious_finding_and_no_side_scroll_in_any_tab(watcher, axe, width, theme):
+    tab = watcher("?recording=holes&lane=masking&token=9", width=width, theme=theme)
+    page = tab.page
+    tab.wait_open("recording:holes")
+    page.keyboard.press("End")
+    found = []
+    for name in ("watch", "run", "analyse"):
+        page.click(f"#{name}-tab-button")
+        if name == "run":
+            page.click("#sampling button >> nth=0")
+            page.wait_for_selector("#more textarea, #more input")
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"{name} scrolls sideways"
+        found += [f"{name} · {line}" for line in findings(page, axe)]
+    assert found == []
+
+
+def test_the_run_panel_is_low_enough_to_see_the_race_below_it(watcher):
+    tab = watcher()
+    tab.page.click("#run-tab-button")
+    assert tab.page.locator("#run-tab").bounding_box()["height"] <= 420
+
+
+def test_with_reduced_motion_nothing_plays_by_itself(watcher, waiting_server):
+    tab = watcher(reduced_motion="reduce")
+    tab.wait_open(f"recording:{next(iter(waiting_server.runs.recordings))}")
+    assert tab.page.get_attribute(".stage", "data-playing") == "false"
+    assert tab.page.locator(".tok").count() > 10, "the whole recording is there to be read"
+    clock = tab.clock
+    tab.page.wait_for_timeout(200)
+    assert tab.clock == clock
