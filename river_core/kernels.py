@@ -38,6 +38,7 @@ class Dense:
         self.dtype = dtype
         self.many_dtype = many_dtype or dtype
         self.keep_many = keep_many
+        self.ours = False  # one row is multiplied by compiled code of this project
         self._many: torch.Tensor | None = None
         self._tails: dict[int, Dense] = {}
 
@@ -62,7 +63,9 @@ class Dense:
         return self._tails[first]
 
     def __call__(self, x):
-        if x.shape[0] <= FEW_ROWS_DENSE or self.many_dtype == self.dtype:
+        if x.shape[0] == 1 and self.ours:
+            y = torch.ops.river_native.dense_rows(x, self.weight)
+        elif x.shape[0] <= FEW_ROWS_DENSE or self.many_dtype == self.dtype:
             y = F.linear(x.to(self.dtype), self.weight)
         else:
             many = self._many if self._many is not None else self.weight.to(self.many_dtype)
@@ -73,7 +76,7 @@ class Dense:
 
 
 class Int4:
-    """A product with 4-bit weights through ATen's packed kernels; activations in bfloat16.
+    """A product with 4-bit weights through ATen's packed kernels, activations in bfloat16; or, after `adopt`, through compiled code of this project.
 
     The packed layout depends on the processor, so it is made here at load and never stored.
 
@@ -109,27 +112,53 @@ class Int4:
         self.few_rows = FEW_ROWS_CUDA if self.on_cuda else FEW_ROWS_CPU
         # Prefill through the river needs the weights again; half a byte each, against two for a dense copy.
         self.codes = quantised.pack()
+        self.blocks: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def nbytes(self):
-        return self.packed.nbytes + self.codes.nbytes + self.scales_and_zeros.nbytes
+        held = (self.packed, self.codes, self.scales_and_zeros, *(self.blocks or ()))
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def in_blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales as compiled code reads them (native/products.h): uint8 [N / 16, K / 8, 64], bfloat16 [N / 16, K / g, 2, 16]."""
+        if self.blocks is not None:
+            return self.blocks
+        rows, columns = self.shape
+        codes = self._codes().view(rows // 16, 16, columns // 8, 2, 4).permute(0, 2, 3, 1, 4)
+        scales = self.scales_and_zeros.view(-1, rows // 16, 16, 2).permute(1, 0, 3, 2)
+        return (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(rows // 16, columns // 8, 64), scales.contiguous()
+
+    def adopt(self) -> None:
+        """Multiply in compiled code from now on, and hold the codes in its layout only: half the memory."""
+        self.blocks = self.in_blocks()
+        self.packed = self.codes = None
+        self.dtype = torch.float32
+
+    def _codes(self):
+        """[N, K] uint8."""
+        rows, columns = self.shape
+        if self.blocks is None:
+            return torch.stack([self.codes >> 4, self.codes & 15], dim=-1).view(rows, columns)
+        codes = self.blocks[0].view(rows // 16, columns // 8, 16, 4)
+        return torch.stack([codes & 15, codes >> 4], dim=2).permute(0, 3, 1, 2, 4).reshape(rows, columns)
 
     def dense_weight(self, dtype=torch.float32):
         """The weights that the kernel multiplies with, [N, K] in `dtype`: codes with the scales and shifts as it holds them."""
         rows, columns = self.shape
-        codes = torch.stack([self.codes >> 4, self.codes & 15], dim=-1).view(rows, -1, self.group_size)
+        codes = self._codes().view(rows, -1, self.group_size)
         scales = self.scales_and_zeros[..., 0].t().to(torch.float32).unsqueeze(-1)
         shifts = self.scales_and_zeros[..., 1].t().to(torch.float32).unsqueeze(-1)
         return ((codes.to(torch.float32) - 8.0) * scales + shifts).view(rows, columns).to(dtype)
 
     def __call__(self, x):
-        x = x.to(torch.bfloat16)
         if x.shape[0] > self.few_rows:
-            y = F.linear(x, self.dense_weight(torch.bfloat16))
+            y = F.linear(x.to(torch.bfloat16), self.dense_weight(torch.bfloat16))
+        elif self.blocks is not None:
+            y = torch.ops.river_native.int4_rows(x, *self.blocks, self.group_size)
         elif self.on_cuda:
-            y = torch.ops.aten._weight_int4pack_mm(x, self.packed, self.group_size, self.scales_and_zeros)
+            y = torch.ops.aten._weight_int4pack_mm(x.to(torch.bfloat16), self.packed, self.group_size, self.scales_and_zeros)
         else:
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, self.group_size, self.scales_and_zeros)
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.packed, self.group_size, self.scales_and_zeros)
         return y if self.bias is None else y.to(torch.float32) + self.bias
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from river_core.decoder import Decoder, DecoderConfig, check_supported, rms_norm
+from river_core.decoder import Blocks, Decoder, DecoderConfig, check_supported, rms_norm
 from river_core.errors import InputError, LoadError
-from river_core.kernels import Dense, KernelPlan, choose_kernels, time_on_one_core
+from river_core.kernels import Dense, Int4, KernelPlan, choose_kernels, time_on_one_core
 from river_core.kv_cache import BACKBONE, RIVER
 from river_core.loading import available_memory, cache_dir, load_checkpoint
 from river_core.native import NATIVE
@@ -47,6 +47,8 @@ class Model:
     load_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     compiled: bool | None = False  # None: compiled layers are wanted and may still come; False: not wanted, or not possible here
     head_reason: str = ""
+    products: dict[str, str] = dataclasses.field(default_factory=dict)  # of compiled layers, by stack: "ours" or "ATen's"
+    product_reasons: list[str] = dataclasses.field(default_factory=list)
     screens: bool = False  # the LM head of greedy lanes may be screened, if compiled code is in use and that is faster
 
     def compile(self, wait: bool = False) -> bool:
@@ -67,6 +69,7 @@ class Model:
         if not isinstance(head, Dense) or head.bias is not None or device.type != "cpu" or head.dtype == torch.float32:
             return
         screen = Screen(head.weight)
+        head.ours = True  # the full head multiplies as the screened one does, so that a token cannot hang on which of them ran
         # A state that the model makes: on noise hardly any row could be ruled out.
         with torch.inference_mode():
             hidden = self.decoder.forward([0], 0, self.decoder.new_cache(1))
@@ -77,21 +80,38 @@ class Model:
             self.decoder.screen = screen
 
     def _attach(self) -> bool:
-        """Give both stacks of blocks their compiled code, if one step with it agrees with the plain one."""
+        """Give both stacks of blocks their compiled code, with the faster kind of products, if one step with it agrees with the plain one."""
         decoder = self.decoder
-        for blocks, owner in ((decoder.blocks, BACKBONE), (self.river.blocks, RIVER)):
-            stack = NATIVE.stack(decoder, blocks)
-            if stack is None:
+        for blocks, owner, name in ((decoder.blocks, BACKBONE, "backbone"), (self.river.blocks, RIVER, "river")):
+            some = Blocks(blocks[: _from_memory(blocks)])
+            stacks = {kind: NATIVE.stack(decoder, some, kind == "ours") for kind in ("ours", "ATen's")}
+            stacks = {kind: stack for kind, stack in stacks.items() if stack is not None}
+            if not stacks:
                 continue
+            took = {kind: _products_us(stack, len(some)) for kind, stack in stacks.items()}
+            kind = min(took, key=took.get)
             with torch.inference_mode():
                 cache, hidden = decoder.new_cache(1), decoder.embed([0])
-                plain, compiled = (self._step(blocks, hidden, cache, owner, code) for code in (None, stack))
+                plain, compiled = (self._step(some, hidden, cache, owner, code) for code in (None, stacks[kind]))
             apart = float((plain - compiled).norm() / plain.norm())
             if not apart < (1e-3 if self.plan.dtype == torch.float32 and owner == BACKBONE else 0.05):
                 self.notes.append(f"Compiled layers were {apart:.1e} away from the plain ones and are not used.")
                 return False
-            blocks.stack = stack
+            if kind == "ours":
+                self._adopt(blocks)
+            blocks.stack = NATIVE.stack(decoder, blocks, kind == "ours")
+            self.products[name] = kind
+            self.product_reasons.append(f"{name} products: {kind}; a layer takes {_table_us(took)}, on one core")
         return any(blocks.stack is not None for blocks in (decoder.blocks, self.river.blocks))
+
+    def _adopt(self, blocks):
+        for block in blocks:
+            for product in (block.qkv, block.o, block.gate_up, block.down):
+                if isinstance(product, Int4):
+                    product.adopt()
+        head = self.decoder.lm_head
+        if blocks is self.decoder.blocks and isinstance(head, Dense):
+            head.ours = True
 
     def _step(self, blocks, hidden, cache, owner, code):
         blocks.stack = code
@@ -155,12 +175,14 @@ class Model:
             "prefill_dtype": str(plan.many_dtype).removeprefix("torch."),
             "head": "screened in 8 bits for greedy lanes" if self.decoder.screen else "full",
             "layers": "compiled" if self.compiled else "operation by operation",
+            "products": dict(self.products),
             "river_kernel": plan.river,
             "river_products": dict(kinds),
             "quantiser": self.quantiser(),
             "reasons": [
                 *plan.reasons,
                 NATIVE.reason if self.compiled is not False else "Compiled layers are switched off.",
+                *self.product_reasons,
                 *([self.head_reason] if self.head_reason else []),
             ],
             "measured_us": {name: round(us, 1) for name, us in plan.measured_us.items()},
@@ -276,6 +298,20 @@ def load(
         compiled=None if compiled and target.type == "cpu" else False,
         screens=screen_head,
     )
+
+
+def _from_memory(blocks) -> int:
+    """How many blocks it takes until their weights cannot all sit in a cache; two at least."""
+    return min(len(blocks), max(2, int(96e6 // blocks[0].nbytes) + 1))
+
+
+def _products_us(stack, layers: int) -> float:
+    """Microseconds that the products of one layer take on one core."""
+    return time_on_one_core([lambda _: stack.products_only(0, layers)] * 5, None) / layers
+
+
+def _table_us(took: dict[str, float]) -> str:
+    return ", ".join(f"{us:.0f} us with {kind}" for kind, us in took.items())
 
 
 def _build_decoder(checkpoint, plan, report):

@@ -54,6 +54,8 @@ class Floor:
         }
 
     def _products(self, blocks):
+        if blocks.stack is not None:
+            return self._time(lambda: blocks.stack.products_only(0, self.layers))
         rows = {}
         for name in ("qkv", "o", "gate_up", "down"):
             product = getattr(blocks[0], name)

@@ -1,5 +1,5 @@
-"""Compiled code for one row: runs of decoder layers (`layers.cpp`: the same products and attention, without a Python call for every small operation), and the
-screening of the LM head (`screen.cpp`).
+"""Compiled code for one row: products that stream their weights (`products.h`), attention (`attention.h`), runs of decoder layers made of them without a Python
+call for every small operation (`layers.h`), and the screening of the LM head (`screen.h`).
 
 The library is compiled once per machine and PyTorch version, in a process of its own and at low priority, while decoding goes on in Python; it is kept in
 the cache folder. Without a compiler, or if it fails, everything stays as it was.
@@ -19,7 +19,7 @@ import torch
 from river_core.files import appears_whole
 from river_core.kernels import Dense, Int4
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+SOURCE = Path(__file__).parent / "library.cpp"
 # Not -ffast-math: linked into a library it would make the whole process flush denormal numbers to zero.
 FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
 
@@ -42,10 +42,9 @@ class Native:
         if platform.system() == "Windows" or compiler is None:
             self.state, self.reason = "failed", "There is no C++ compiler here, so layers run operation by operation."
             return
-        command = [compiler, *FLAGS, *_machine_flags(), *map(str, SOURCES), "-o", "{out}", *_paths(), "-ltorch", "-ltorch_cpu", "-lc10"]
-        key = hashlib.sha256(
-            "\n".join([*(source.read_text() for source in SOURCES), *command, torch.__version__, _processor()]).encode()
-        ).hexdigest()[:24]
+        command = [compiler, *FLAGS, *_machine_flags(), str(SOURCE), "-o", "{out}", *_paths(), "-ltorch", "-ltorch_cpu", "-lc10"]
+        sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+        key = hashlib.sha256("\n".join([*sources, *command, torch.__version__, _processor()]).encode()).hexdigest()[:24]
         library = folder / f"{key}.so"
         if library.exists():
             self._load(library)
@@ -60,8 +59,12 @@ class Native:
             self._builder.join()
         return self.state == "ready"
 
-    def stack(self, decoder, blocks):
-        """These blocks for the compiled code; None where it cannot run them."""
+    def stack(self, decoder, blocks, ours: bool):
+        """These blocks for the compiled code; None where it cannot run them.
+
+        Args:
+            ours: products by this project's own loops; False: by ATen's kernels.
+        """
         c = decoder.config
         if self.state != "ready" or decoder.device.type != "cpu" or c.hidden_act != "silu":
             return None
@@ -69,11 +72,13 @@ class Native:
         made = torch.classes.river_native.Stack(
             c.num_attention_heads, c.num_key_value_heads, c.head_dim, decoder.rope.rotary_dim, c.rms_norm_eps
         )
-        for block, window in zip(blocks, c.sliding_window, strict=True):
+        for block, window in zip(blocks, c.sliding_window, strict=False):  # the first blocks, or all of them
             tensors, groups = [], []
             for product in (block.qkv, block.o, block.gate_up, block.down):
                 if isinstance(product, Int4):
-                    tensors += [product.packed, product.scales_and_zeros]
+                    if ours and not torch.ops.river_native.has_int4():
+                        return None
+                    tensors += product.in_blocks() if ours else [product.packed, product.scales_and_zeros]
                     groups.append(product.group_size)
                 elif isinstance(product, Dense):
                     tensors += [product.weight, nothing]
@@ -82,7 +87,7 @@ class Native:
                     return None
                 tensors.append(nothing if product.bias is None else product.bias)
             norms = [block.input_norm, block.post_norm, nothing if block.qk_norm is None else block.qk_norm]
-            made.add(tensors, groups, norms, window or 0)
+            made.add(tensors, groups, norms, window or 0, ours)
         return made
 
     def _build(self, command, library):

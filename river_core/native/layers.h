@@ -2,8 +2,9 @@
 // path (ATen's), with the small operations between them written out. At batch 1 a small model spends as long on calling
 // those operations one by one as on the products themselves.
 
+#pragma once
+
 #include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <ATen/ATen.h>
 #include <ATen/ops/_weight_int4pack_mm_for_cpu.h>
@@ -12,9 +13,8 @@
 #include <cstdint>
 #include <vector>
 
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
+#include "attention.h"
+#include "products.h"
 
 namespace {
 
@@ -69,21 +69,31 @@ void to_float(const Tensor& in, float* out, int64_t n) {
 }
 
 struct Product {
-  Tensor weight;            // [N, K], or the packed 4-bit codes
+  Tensor weight;            // [N, K], or 4-bit codes: ATen's packing [N, K / 2], or blocks of 16 outputs (see products.h)
   Tensor scales_and_zeros;  // defined for 4-bit codes
   Tensor bias;              // [N] float, or undefined
   int64_t group = 0;
+  bool ours = false;        // the loops of products.h instead of ATen's kernels
 
+  int64_t inputs() const { return weight.dim() == 3 ? 8 * weight.size(1) : group ? scales_and_zeros.size(0) * group : weight.size(1); }
+  int64_t outputs() const { return weight.dim() == 3 ? 16 * weight.size(0) : weight.size(0); }
   at::ScalarType dtype() const { return group ? at::kBFloat16 : weight.scalar_type(); }
 
   // y [N] float = W x + b, for x [K] float.
   void operator()(const float* x, int64_t k, std::vector<float>& y) const {
-    Tensor row = at::empty({1, k}, at::TensorOptions().dtype(dtype()));
-    from_float(x, row.data_ptr(), dtype(), k);
-    Tensor out = group ? at::_weight_int4pack_mm_for_cpu(row, weight, group, scales_and_zeros) : at::linear(row, weight);
-    const int64_t n = out.numel();
+    const int64_t n = outputs();
     y.resize(n);
-    to_float(out, y.data(), n);
+    if (ours && !group) {
+      products::dense(weight, x, y.data());
+    } else if (ours) {
+      static thread_local products::Fixed fixed;
+      products::int4(weight, scales_and_zeros, group, x, y.data(), fixed);
+    } else {
+      Tensor row = at::empty({1, k}, at::TensorOptions().dtype(dtype()));
+      from_float(x, row.data_ptr(), dtype(), k);
+      Tensor out = group ? at::_weight_int4pack_mm_for_cpu(row, weight, group, scales_and_zeros) : at::linear(row, weight);
+      to_float(out, y.data(), n);
+    }
     if (bias.defined()) {
       const float* b = bias.const_data_ptr<float>();
       for (int64_t i = 0; i < n; ++i) y[i] += b[i];
@@ -110,7 +120,15 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, std::ve
   for (int64_t i = 0; i < n; ++i) out[i] = scale * x[i] * weight[i];
 }
 
-}  // namespace
+// gate = silu(gate) * up
+void silu_times(float* gate, const float* up, int64_t n) {
+  int64_t i = 0;
+  for (; i + lanes::N <= n; i += lanes::N) {
+    const lanes::V g = lanes::widen(gate + i);
+    lanes::store(gate + i, g * lanes::widen(up + i) / (lanes::set(1) + lanes::exp(lanes::set(0) - g)));
+  }
+  for (; i < n; ++i) gate[i] = gate[i] * up[i] / (1 + std::exp(-gate[i]));
+}
 
 // The layers of one backbone or one river; immutable once filled.
 struct Stack : torch::CustomClassHolder {
@@ -121,11 +139,16 @@ struct Stack : torch::CustomClassHolder {
   Stack(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, double eps)
       : heads(heads), kv_heads(kv_heads), head_dim(head_dim), rotary_dim(rotary_dim), eps(eps) {}
 
-  // products: four of (weight or packed codes, scales and zeros, bias), absent tensors empty; groups: 0 = dense.
-  void add(const std::vector<Tensor>& products, const std::vector<int64_t>& groups, const std::vector<Tensor>& norms, int64_t window) {
+  // products: four of (weight or codes, scales and zeros, bias), absent tensors empty; groups: 0 = dense; ours: products by the loops
+  // of products.h, which want 4-bit codes in blocks.
+  void add(const std::vector<Tensor>& products, const std::vector<int64_t>& groups, const std::vector<Tensor>& norms, int64_t window,
+           bool ours) {
     TORCH_CHECK(products.size() == 12 && groups.size() == 4 && norms.size() == 3, "a layer has four products and three norms");
     auto defined = [](const Tensor& t) { return t.numel() ? t : Tensor(); };
-    auto product = [&](int64_t i) { return Product{products[3 * i], defined(products[3 * i + 1]), defined(products[3 * i + 2]), groups[i]}; };
+    auto product = [&](int64_t i) {
+      TORCH_CHECK(!groups[i] || (products[3 * i].dim() == 3) == ours, "codes are laid out for the other kernel");
+      return Product{products[3 * i], defined(products[3 * i + 1]), defined(products[3 * i + 2]), groups[i], ours};
+    };
     layers.push_back({product(0), product(1), product(2), product(3), norms[0], norms[1], defined(norms[2]), window});
   }
 
@@ -141,9 +164,9 @@ struct Stack : torch::CustomClassHolder {
     const int64_t d = hidden.size(-1), all = heads + 2 * kv_heads, half = rotary_dim / 2;
     std::vector<Tensor> states;
     states.reserve(last - first);
-    std::vector<float> x, y, row(std::max(all * head_dim, d));
+    std::vector<float> x, y, row(all * head_dim);
     Tensor current = hidden;
-    Tensor query = at::empty({1, kv_heads, heads / kv_heads, head_dim}, cache.options());
+    attention::Partial partial;
     const auto kept = cache.scalar_type();
     for (int64_t l = first; l < last; ++l) {
       const Layer& layer = layers[l];
@@ -170,7 +193,6 @@ struct Stack : torch::CustomClassHolder {
         for (int64_t i = 0; i < half; ++i) turned[half + i] = head[half + i] * hc[half + i] + head[i] * hs[half + i];
         for (int64_t i = rotary_dim; i < head_dim; ++i) turned[i] = head[i] * hc[i];
       }
-      from_float(row.data(), query.data_ptr(), kept, heads * head_dim);
       const int64_t slot = slots.size() == 1 ? slots[0] : slots[l - first];
       for (int64_t which = 0; which < 2; ++which) {
         for (int64_t n = 0; n < kv_heads; ++n) {
@@ -180,18 +202,19 @@ struct Stack : torch::CustomClassHolder {
         }
       }
       const int64_t from = layer.window ? std::max<int64_t>(0, slot + 1 - layer.window) : 0;
-      Tensor seen = cache.select(0, l).narrow(2, from, slot + 1 - from).unsqueeze(1);  // [2, 1, kv heads, S, head_dim]
-      Tensor attended = at::scaled_dot_product_attention(query, seen.select(0, 0), seen.select(0, 1));
-      to_float(attended.contiguous(), row.data(), heads * head_dim);
-      layer.o(row.data(), heads * head_dim, y);
+      x.resize(heads * head_dim);
+      products::with_weights(cache, [&](const auto* base) {
+        const auto* keys = base + l * cache.stride(0) + from * cache.stride(3);
+        attention::one_row(row.data(), keys, keys + cache.stride(1), slot + 1 - from, cache.stride(2), cache.stride(3), kv_heads,
+                           heads / kv_heads, head_dim, x.data(), partial);
+      });
+      layer.o(x.data(), heads * head_dim, y);
       for (int64_t i = 0; i < d; ++i) out[i] = h[i] + y[i];
 
       rms_norm(out, layer.post_norm.const_data_ptr<float>(), d, eps, x);
       layer.gate_up(x.data(), d, y);
       const int64_t width = static_cast<int64_t>(y.size()) / 2;
-      Tensor gate = at::from_blob(y.data(), {width}, hidden.options());
-      at::silu_(gate);  // ATen's exponential is vectorised, the standard library's is not
-      for (int64_t i = 0; i < width; ++i) y[i] *= y[width + i];
+      silu_times(y.data(), y.data() + width, width);
       layer.down(y.data(), width, x);
       for (int64_t i = 0; i < d; ++i) out[i] += x[i];
       states.push_back(next);
@@ -199,11 +222,17 @@ struct Stack : torch::CustomClassHolder {
     }
     return states;
   }
+
+  // The products of layers first .. last - 1 in the order of a step, and nothing else: the floor that a step is measured against.
+  void products_only(int64_t first, int64_t last) const {
+    std::vector<float> x, y;
+    for (int64_t l = first; l < last; ++l) {
+      for (const Product* product : {&layers[l].qkv, &layers[l].o, &layers[l].gate_up, &layers[l].down}) {
+        x.assign(product->inputs(), 0.5f);
+        (*product)(x.data(), product->inputs(), y);
+      }
+    }
+  }
 };
 
-TORCH_LIBRARY(river_native, m) {
-  m.class_<Stack>("Stack")
-      .def(torch::init<int64_t, int64_t, int64_t, int64_t, double>())
-      .def("add", &Stack::add)
-      .def("run", &Stack::run);
-}
+}  // namespace

@@ -1,0 +1,105 @@
+// The greedy token of an LM head without reading all of it: every row is scored with 8-bit copies of its weights, and
+// only rows that the error bound leaves in the race are multiplied in full.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "lanes.h"
+#include "products.h"
+
+namespace {
+
+using at::Tensor;
+
+// The head's input in 16-bit fixed point without a sign, as two bytes, for whole-number instructions: x = unit (256 high + low - 32768).
+struct Unsigned {
+  std::vector<uint8_t> high, low;
+  float unit, apart;  // apart: length of the rounding error
+
+  Unsigned(const float* x, int64_t k) : high(k), low(k) {
+    float most = 0, square = 0;
+    for (int64_t i = 0; i < k; ++i) most = std::max(most, std::abs(x[i]));
+    unit = std::max(most, 1e-30f) / 32512;
+    for (int64_t i = 0; i < k; ++i) {
+      const auto whole = static_cast<int32_t>(std::lrint(x[i] / unit));
+      const float off = x[i] - whole * unit;
+      square += off * off;
+      high[i] = static_cast<uint8_t>((whole + 32768) >> 8), low[i] = static_cast<uint8_t>((whole + 32768) & 255);
+    }
+    apart = std::sqrt(square);
+  }
+};
+
+#if defined(__AVX512VNNI__) && RIVER_LANES == 16
+#define RIVER_WHOLE 1
+// Sum of codes times (256 high + low) over one row, exactly; the tail of a row that is no whole vector goes one by one.
+inline int64_t whole_dot(const int8_t* codes, const uint8_t* high, const uint8_t* low, int64_t k) {
+  __m512i h = _mm512_setzero_si512(), l = h;
+  int64_t i = 0, rest = 0;
+  for (; i + 64 <= k; i += 64) {
+    __builtin_prefetch(codes + i + lanes::AHEAD);
+    const __m512i c = _mm512_loadu_si512(codes + i);
+    h = _mm512_dpbusd_epi32(h, _mm512_loadu_si512(high + i), c), l = _mm512_dpbusd_epi32(l, _mm512_loadu_si512(low + i), c);
+  }
+  for (; i < k; ++i) rest += codes[i] * (256 * high[i] + low[i]);
+  return 256 * static_cast<int64_t>(_mm512_reduce_add_epi32(h)) + _mm512_reduce_add_epi32(l) + rest;
+}
+#endif
+
+// x: [1, K], the head's input as the head reads it. codes: int8 [V, K]; scales, errors, norms, sums: float [V], where errors[r] is
+// the length of row r's rounding error, norms[r] at least the length of the row and of its rounded copy, sums[r] the sum of its codes.
+// By Cauchy-Schwarz |score - exact| <= errors[r] |x| + norms[r] |x's own rounding error|; rounding inside either sum adds less than
+// K 2^-22 norms[r] |x|. most: rows beyond which the full head is the cheaper one.
+// Returns the rows that may hold the largest logit, ascending, and their exact logits; both empty if they are too many.
+std::tuple<Tensor, Tensor> screen(const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& errors, const Tensor& norms,
+                                  const Tensor& sums, const Tensor& weight, int64_t most) {
+  const int64_t rows = codes.size(0), k = codes.size(1);
+  for (const Tensor& t : {scales, errors, norms, sums}) TORCH_CHECK(t.numel() == rows && t.scalar_type() == at::kFloat, "shapes of a screened head");
+  TORCH_CHECK(x.numel() == k && codes.is_contiguous() && weight.is_contiguous(), "shapes of a screened head");
+  Tensor wide = x.to(at::kFloat).contiguous();
+  const float* in = wide.const_data_ptr<float>();
+  const float length = std::sqrt(wide.square().sum().item<float>());
+  const auto* c = codes.const_data_ptr<int8_t>();
+  const float *s = scales.const_data_ptr<float>(), *e = errors.const_data_ptr<float>();
+  const float *n = norms.const_data_ptr<float>(), *total = sums.const_data_ptr<float>();
+#ifdef RIVER_WHOLE
+  const Unsigned whole(in, k);
+  const float apart = whole.apart + length * k * 0x1p-22f;
+#else
+  const float apart = length * k * 0x1p-22f;
+#endif
+  std::vector<float> score(rows), reach(rows);
+  at::parallel_for(0, rows, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+#ifdef RIVER_WHOLE
+      const int64_t found = whole_dot(c + r * k, whole.high.data(), whole.low.data(), k) - 32768 * static_cast<int64_t>(total[r]);
+      score[r] = s[r] * whole.unit * found;
+#else
+      score[r] = s[r] * lanes::dot<true>(c + r * k, in, k);
+#endif
+      reach[r] = e[r] * length + n[r] * apart;
+    }
+  });
+  float least = -INFINITY;  // the largest logit is at least this
+  for (int64_t r = 0; r < rows; ++r) least = std::max(least, score[r] - reach[r]);
+  std::vector<int64_t> left;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (score[r] + reach[r] >= least) left.push_back(r);
+  }
+  if (left.empty() || static_cast<int64_t>(left.size()) > most) return {at::empty({0}, at::kLong), at::empty({0})};
+  Tensor exact = at::empty({static_cast<int64_t>(left.size())}, at::kFloat);
+  products::with_weights(weight, [&](const auto* w) {
+    for (size_t i = 0; i < left.size(); ++i) exact.data_ptr<float>()[i] = products::row(w + left[i] * k, in, k);
+  });
+  return {at::tensor(left, at::kLong), exact};
+}
+
+}  // namespace
