@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -652,11 +653,22 @@ def _spread_bars(rows: list[tuple[str, dict[str, float]]], axis: str) -> go.Figu
 
 # The table of tokens
 
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .:@+_/-]*")
+NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def _quoted(text: str) -> str:
+    """A text from a trace as a JSON string, which a spreadsheet does not take for a formula: it begins with a quote. Semicolons are escaped, since
+    a spreadsheet of a country with decimal commas splits at them, and what follows one would begin a cell."""
+    return json.dumps(text, ensure_ascii=True).replace(";", "\\u003b")
+
+
 
 def token_table(trace: Trace) -> pd.DataFrame:
     """One row a token, lane by lane.
 
-    Columns: lane, token (counted from 1, as everywhere on the page), id, text (a JSON string: white space shows, and no spreadsheet takes it for a formula), position, exit_layer, layers_run,
+    Columns: lane, token (counted from 1, as everywhere on the page), id, text (a JSON string: white space shows, and no spreadsheet takes it
+    for a formula), position, exit_layer, layers_run,
     river_layers, t_ms (engine time), similarity (at the exit; empty where the exit layer has none), top1 (probability of the likeliest token), slots_<owner>
     (cache slots of the token's position by who wrote them, at that step), and on the same text agrees and kl.
     """
@@ -670,10 +682,10 @@ def token_table(trace: Trace) -> pd.DataFrame:
             for first, last, owner, _ in token["kv"]:
                 slots[owner] += last - first
             row = {
-                "lane": lane.id if lane.id[:1].isalnum() else json.dumps(lane.id),
+                "lane": lane.id if PLAIN_NAME.fullmatch(lane.id) else _quoted(lane.id),
                 "token": token["i"] + 1,
                 "id": token["id"],
-                "text": json.dumps(token["text"], ensure_ascii=True),
+                "text": _quoted(token["text"]),
                 "position": token["position"],
                 "exit_layer": depth,
                 "layers_run": token["layers_run"],
@@ -682,7 +694,7 @@ def token_table(trace: Trace) -> pd.DataFrame:
                 "from_prompt": token["from_prefill"],
                 "similarity": token["similarity"][depth - 1] if depth else None,
                 "top1": token["top5"][0][2] if token["top5"] else None,
-                **{f"slots_{owner}": count for owner, count in slots.items()},
+                **{f"slots_{NO_NAME.sub('_', owner)}": count for owner, count in slots.items()},
             }
             if compared:
                 fact = token.get("fidelity") or {}

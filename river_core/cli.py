@@ -330,7 +330,7 @@ def _summary(trace, file) -> None:
         if "backbone" not in trace.lanes or lane["id"] == "backbone":
             differs = ""
         else:
-            differs = "none" if lane["first_difference"] is None else f"#{lane['first_difference']}"
+            differs = "none" if lane["first_difference"] is None else f"#{lane['first_difference'] + 1}"  # counted from 1, as on the page
         print(f"{lane['label']:<32}{lane['tokens']:>7}{speed:>10}{up:>10}{depth:>16}  {differs}", file=file)
         if lane["message"]:
             print(f"  {lane['message']}", file=file)

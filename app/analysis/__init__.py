@@ -17,7 +17,7 @@ from typing import Any
 
 import gradio as gr
 
-from app import stage
+from app import export, stage
 from app.model_host import is_sentence
 from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
 
@@ -65,11 +65,8 @@ def build(runs: Runs) -> None:
         return {"charts": figures(trace, int(wanted.get("columns") or 3))} if trace else {"error": GONE}
 
     def table_csv(wanted: dict[str, Any]) -> dict[str, str]:
-        """{name, text} of the table of all tokens, or {error}."""
-        from app.charts import token_table
-
-        trace = _trace(runs, wanted)
-        return {"name": "river-tokens.csv", "text": token_table(trace).to_csv(index=False)} if trace else {"error": GONE}
+        """{name, text} of the table of all tokens, or {error}: the file that the stage saves too."""
+        return export.download(runs, {"id": wanted.get("id"), "kind": "csv"})
 
     def sweep_start(_: Any = None) -> dict[str, Any]:
         """What the controls of a sweep begin with: {methods: [[name, label], ...], taus: text}."""

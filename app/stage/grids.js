@@ -1,7 +1,7 @@
 // The grids under the texts: who wrote each slot of the KV cache, how much each layer changed the state, and how far keys and
 // values are from the backbone's. All share one x axis, one scrollbar and one cursor.
 
-import { el, visible } from "./inspector.js";
+import { el, setText, visible } from "./inspector.js";
 import {
   AXIS,
   AXIS_FOOT,
@@ -149,8 +149,8 @@ export function gridSummary(run, slotsOf) {
  * Build the grids inside `container`. `onHover` and `onClick` get { lane, i, position, layer } (layer from 0; i = index of the token
  * whose step wrote the position, null where there is none: in the prompt but for its last position, and ahead of the text) or, for hover, null.
  *
- * Returns draw(run, view), image("png" | "svg") -> Promise<Blob>, element, destroy(). view = { theme, lane, cursor, hover, marks, inflight,
- * length }: `inflight` is a Map lane id -> { token, layers }, the event of the next token and how many of its layers have run;
+ * Returns draw(run, view), image("png" | "svg") -> Promise<Blob>, element, destroy(). view = { theme, how, lane, cursor, hover, marks, inflight,
+ * length }: `how` the numbers are known (measured or recorded); `inflight` is a Map lane id -> { token, layers }, the event of the next token and how many of its layers have run;
  * `length` (optional) is the number of tokens that the longest lane will have, where that is known.
  */
 export function createGrids(container, { onHover = () => {}, onClick = () => {} } = {}) {
@@ -180,7 +180,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
   const ramps = { change: ramp(), error: ramp() };
   const changeTitle = el("span");
   const errorTitle = el("span");
-  const tau = el("span", {}, el("i", { class: "key-tau", "aria-hidden": "true" }), el("span"));
+  const tau = el("span", { class: "heat-tau" }, el("i", { class: "key-tau", "aria-hidden": "true" }), el("span"));
   const keys = button("which", "K", "Show keys");
   const values = button("which", "V", "Show values");
   const pending = el("span", { class: "pending" });
@@ -211,7 +211,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
         el("span", { class: "scale" }, el("span", {}, "1 − cos"), ramps.change.low, ramps.change.swatch, ramps.change.high),
         el("span", {}, el("i", { class: "key-exit", "aria-hidden": "true" }), "exit"),
         tau,
-        el("span", {}, "paler: the exit test did not need it, instrumented for this picture · blank: did not run"),
+        el("span", { class: "heat-note" }, "paler: the exit test did not need it, instrumented for this picture · blank: did not run"),
       ),
       canvases.change,
     ),
@@ -220,6 +220,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
   const wide = el("div", { class: "grids-wide" }, pinned);
   const scroller = el("div", { class: "grids-scroll" }, wide);
   const readout = el("p", { class: "grids-readout" });
+  const known = el("span", { class: "tag" });
   const element = el(
     "section",
     { class: "grids", "aria-label": "KV cache" },
@@ -227,7 +228,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
       "header",
       {},
       el("h2", {}, "KV cache"),
-      el("span", { class: "tag" }, "measured"),
+      known,
       el("span", { class: "about" }, "who wrote each slot: a column is a position, a row a layer, layer 1 at the bottom"),
       el("span", { class: "tools", role: "group", "aria-label": "Width of the columns" }, out, fit, into),
     ),
@@ -380,7 +381,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
   function errorNote(lane) {
     if (lane?.method === "backbone") return "the other lanes are compared with this one";
     if (!lane?.fidelity) return "compared at the end of the run";
-    return fillsAtEnd(lane) ? "after what was pending had been completed" : lane.fidelity.holes ? "× empty slot" : "";
+    return fillsAtEnd(lane) ? "once pending layers had run" : lane.fidelity.holes ? "× empty slot" : "";
   }
 
   /** A scale as a strip: full, and below it the paler half of the colours where there is one. */
@@ -405,12 +406,12 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
   }
 
   function drawWords() {
+    setText(known, view.how ?? "measured");
     const lane = run.lanes.get(view.lane);
     setLabel(canvases.owners, gridSummary(run, slots));
     setLabel(canvases.change, `Similarity by layer and position, lane ${lane?.label}. The table of tokens has the value at each exit.`);
     setLabel(canvases.error, `${which === "v" ? "V" : "K"} error against the backbone by layer and position, lane ${lane?.label}.`);
-    const words = readoutWords();
-    if (readout.textContent !== words) readout.textContent = words;
+    setText(readout, readoutWords());
   }
 
   function readoutWords() {

@@ -27,6 +27,7 @@ const METRICS = [
 ];
 const RIBBON_CELLS = 34; // px of height for the cells; the rest of the canvas carries the token counts
 const COUNT_EVERY = [8, 16, 32, 64, 128, 256, 512];
+const LEAST_APART = 24; // px between two token counts, also where tokens took less time than most
 
 function metricsOf(run, lane) {
   const rate = lane.end ? speed(lane) : recentSpeed(lane);
@@ -126,6 +127,7 @@ export function createRace(onResize) {
     let at = 0;
     let flagged = -1;
     let chosen = null;
+    let numbered = 0;
     for (const token of lane.tokens) {
       if (!token) continue;
       const x = at * perNs;
@@ -148,7 +150,8 @@ export function createRace(onResize) {
       ctx.fillRect(x, RIBBON_CELLS - foot - river, wide, river);
       ctx.fillStyle = frame.depths[token.exit_layer];
       ctx.fillRect(x, RIBBON_CELLS - foot, wide, foot);
-      if ((token.i + 1) % every === 0) {
+      if ((token.i + 1) % every === 0 && at * perNs - numbered >= LEAST_APART) {
+        numbered = at * perNs;
         ctx.fillStyle = muted;
         ctx.fillRect(at * perNs - 0.5, RIBBON_CELLS + 1, 1, 3);
         ctx.fillText(String(token.i + 1), Math.min(at * perNs, width - 10), height - 1);

@@ -79,7 +79,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
   const riverKey = keyEntry("river", "river layers");
   const key = el("span", { class: "key" }, keyEntry("backbone", "backbone layers"), riverKey, keyEntry("prefill", "prefill"));
   const race = createRace(drawLater);
-  const evenly = el("p", { class: "evenly", hidden: "" }, "Layers are spread evenly over a token’s time; layer times are not measured.");
+  const evenly = el("p", { class: "evenly" }, "Layers are spread evenly over a token’s time; layer times are not measured.");
   const card = createRunCard(() => [whole, source]);
   const transport = createTransport({ toggle, step, layer, edge, seek: (share) => seek(share * (player?.durationNs ?? 0)), speed: setSpeed });
   const help = createHelp();
@@ -389,7 +389,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
     const bits = header?.quantiser?.bits;
     setText(riverKey.lastChild, bits ? `layers in ${bits} bits` : "river layers");
     setText(timing, timingWords(whole));
-    evenly.hidden = !player;
+    evenly.style.visibility = player ? "" : "hidden"; // its line is kept: a run that ends must not move what is below
     const said = Array.isArray(header?.notices) ? header.notices : [];
     notices.hidden = said.length === 0;
     if (notices.dataset.text !== said.join("\n")) {

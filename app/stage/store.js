@@ -361,9 +361,7 @@ export function timingWords(run) {
     case "sequential":
       return "Lanes ran one after another, each on its own clock.";
     case "in step":
-      return run.header.mode === "same-exits"
-        ? "Every lane reads the backbone’s text and leaves where River left, in step; each clock counts its own steps."
-        : "Every lane reads the backbone’s text, in step; each clock counts its own steps.";
+      return `Same text${run.header.mode === "same-exits" ? " and exits" : ""}, in step; each clock counts its own steps.`;
     default:
       return "Each lane’s clock counts only its own steps (race).";
   }

@@ -196,3 +196,45 @@ def test_a_run_takes_the_stage_from_a_recording_and_stays_reachable(new_tab):
     tab.press("stop")
     tab.wait_state("done")
     assert "stopped" in page.text_content(".lane[data-lane=backbone] .lane-status")
+
+
+def moved(now, known) -> list:
+    return [pair for pair in zip(now, known, strict=True) if pair[0] != pair[1]]
+
+
+@pytest.mark.parametrize("width", [360, 768, 1100, 1280])
+def test_nothing_jumps_from_the_start_to_the_end_of_a_recording_and_from_lane_to_lane(watcher, width):
+    tab = watcher("?recording=drift", width=width)
+    page = tab.page
+    tab.wait_open("recording:drift")
+    page.keyboard.press("Space")
+    # Where the transport stands depends on the scroll; where the others stand does not.
+    places = """[...document.querySelectorAll('.stage > *, .heat-head, .heat')]
+        .map((part) => [part.className, part.matches('.transport') ? 0 : part.offsetTop, part.offsetHeight])"""
+    page.keyboard.press("End")
+    tab.drawn()
+    known = page.evaluate(places)
+    for share in ("1", "400", "5000", "9990"):
+        page.locator(".to-slider").fill(share)
+        tab.drawn()
+        assert moved(page.evaluate(places), known) == [], f"at {share} of 10000"
+    for lane in page.evaluate("[...document.querySelector('.stage').river.run.lanes.keys()]"):
+        page.evaluate("(lane) => document.querySelector('.stage').river.setCursor({ lane, i: 3 })", lane)
+        tab.drawn()
+        assert moved(page.evaluate(places), known) == [], f"with a token of {lane}"
+
+
+def test_the_numbers_of_a_recording_are_called_recorded_everywhere(watcher):
+    tab = watcher("?recording=holes")
+    tab.wait_open("recording:holes")
+    for part in (".race", ".grids", ".memory"):
+        assert tab.page.text_content(f"{part} > header .tag") == "recorded"
+
+
+def test_the_sentences_of_the_race_stay_on_one_line(watcher):
+    for slug in ("difficulty", "drift"):
+        tab = watcher(f"?recording={slug}")
+        tab.wait_open(f"recording:{slug}")
+        for line in (".timing", ".evenly"):
+            assert tab.page.evaluate("(line) => document.querySelector(line).getClientRects().length", line) == 1
+            assert tab.page.locator(line).bounding_box()["height"] < 24

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+import river_core
 from river_core import Trace
-from river_core.cli import main
+from river_core.cli import _summary, main
 
 
 def command(*arguments):
@@ -35,6 +36,14 @@ def test_compare_prints_lanes_with_speed_up_and_first_difference(loaded, capsys)
     out = capsys.readouterr().out
     for expected in ("Backbone", "Full 4-bit", "River", "1.00x", "30.0 of 30", "first differing token"):
         assert expected in out
+
+
+def test_the_first_difference_is_counted_from_one_as_on_the_page(tiny, capsys):
+    trace = Trace.from_events(river_core.compare(tiny, "Why?", ("backbone", "int4"), max_new_tokens=6))
+    for token in trace.lanes["int4"].tokens:
+        token["id"] = trace.lanes["backbone"].tokens[token["i"]]["id"] + (token["i"] >= 2)
+    _summary(trace, sys.stdout)
+    assert capsys.readouterr().out.splitlines()[2].endswith("#3")
 
 
 def test_compare_json_is_json_with_the_run_card(loaded, capsys):

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import river_core
-from app import analysis
+from app import analysis, export
 from app.model_host import ModelHost
 from app.runs import Runs
 from app.settings import Settings
@@ -109,9 +109,10 @@ def test_a_run_has_charts_once_it_is_over_and_only_for_who_knows_its_id(url, run
     visitor = Visitor(url)
     assert len(visitor.ask("charts", {"id": run.id})["charts"]) == 4
     assert "error" in visitor.ask("charts", {"id": "another"})
-    table = visitor.ask("table_csv", {"id": run.id})["text"]
-    assert table.startswith("lane,token,id,text")
-    assert table.count("\n") == 1 + 2 * 8
+    saved = visitor.ask("table_csv", {"id": run.id})
+    assert saved == export.download(runs, {"id": run.id, "kind": "csv"}), "Analyse and the stage save one file"
+    assert saved["text"].startswith("lane,token,id,text")
+    assert saved["text"].count("\n") == 1 + 2 * 8
 
 
 def test_the_drawing_library_comes_from_this_server(url):

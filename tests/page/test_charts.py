@@ -193,6 +193,18 @@ def test_a_spreadsheet_never_sees_a_formula(trace):
         assert not row["lane"].startswith(("=", "+", "-", "@"))
 
 
+def test_no_cell_begins_a_formula_where_semicolons_part_them_either(trace):
+    data = json.loads(json.dumps(trace.to_dict()))
+    data["lanes"][0]["tokens"][1]["text"] = 'a";=1+1;"'
+    data["lanes"][0]["tokens"][1]["kv"][0][2] = "x;=1"
+    data["header"]["lanes"][0]["id"] = data["lanes"][0]["id"] = "river;=cmd"
+    text = token_table(Trace.from_dict(data)).to_csv(index=False)
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert json.loads(rows[1]["text"]) == 'a";=1+1;"'
+    assert json.loads(rows[1]["lane"]) == "river;=cmd"
+    assert ";" not in text
+
+
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_every_recording_has_all_its_charts_and_its_table(path):
     recorded = Trace.load(path)
