@@ -147,6 +147,7 @@ def run_controls() -> Controls:
             with gr.Row(elem_id="actions"):
                 run_button = gr.Button("Run", variant="primary", elem_id="run", min_width=110, scale=2)
                 stop_button = gr.Button("Stop", variant="secondary", elem_id="stop", min_width=80)
+    gr.HTML('<p id="run-line" role="status" hidden></p>', apply_default_css=False, elem_id="run-line-block")
     with gr.Accordion("More lanes, sampling, prefill and timing", open=False, elem_id="sampling"):
         more = gr.Textbox(
             "", label="More lanes", placeholder="river:0.95, masking@fixed:12", info=MORE_LANES_HELP, max_lines=1, elem_id="more"

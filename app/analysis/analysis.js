@@ -29,7 +29,6 @@ const LOST = "There is no connection to the server.";
 function connectAnalysis({ element, props, server, trigger, watch }) {
   const app = element.closest(".gradio-container") ?? document.body;
   const river = () => app.querySelector(".stage")?.river ?? null;
-  const earlier = new Map(); // what was open in this tab of the browser: id -> words
   let view = VIEWS[0][0];
   let held = { id: null, columns: 0, charts: new Map() }; // figures of the trace that is open
   let asking = 0; // grows with every question, so that a slow answer cannot replace a newer one
@@ -103,8 +102,8 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
       el("span", {}, "A is what is open below. "),
       el("label", { class: "an-field" }, "B ", other),
       el("label", { class: "an-field" }, el("span", { class: "an-nowrap" }, "or a file "), otherFile),
+      compareLine,
     ),
-    compareLine,
     compared,
   );
 
@@ -118,13 +117,6 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   const finished = (stage) => stage.source !== "live" || isFinal(stage.whole ?? stage.run);
   const wholeOf = (stage) => stage.whole ?? stage.run;
   const labelsOf = (stage) => new Map([...wholeOf(stage).lanes.values()].map((lane) => [lane.id, lane.label]));
-
-  function remember(stage) {
-    const header = wholeOf(stage).header;
-    if (!stage.id || !header || stage.source === "recording") return;
-    const words = header.prompt.replace(/\s+/g, " ").slice(0, 48);
-    earlier.set(stage.id, `${stage.source === "file" ? "File" : "Run"}: ${words}`);
-  }
 
   /** Words for a stage whose trace cannot be analysed yet; null if it can. */
   function obstacle(stage) {
@@ -143,7 +135,6 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   /** Follow the stage: called when something else is open there, and when this tab is seen. */
   async function refresh() {
     const stage = river();
-    if (stage) remember(stage);
     if (!seen()) return;
     const words = obstacle(stage);
     const name = stage && wholeOf(stage).header;
@@ -213,7 +204,8 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   function showChart() {
     const entry = held.charts.get(view);
     title.textContent = entry?.title ?? VIEWS.find(([name]) => name === view)[1];
-    tag.textContent = entry?.tag ?? "";
+    // What was measured when the trace was made is recorded here, as the stage calls it.
+    tag.textContent = entry?.tag === "measured" ? (river()?.how ?? "measured") : (entry?.tag ?? "");
     tag.hidden = !entry;
     note.textContent = entry?.note ?? "This trace does not hold what the chart is made of: it was not recorded.";
     plot.hidden = !entry;
@@ -371,8 +363,8 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   async function fillOthers() {
     const known = await ask("recordings");
     const recorded = known.error ? [] : known;
-    const own = [...earlier].filter(([id]) => id !== held.id);
-    const options = [...recorded.filter(([id]) => id !== held.id), ...own];
+    const own = [...(river()?.earlier ?? [])].map(([id, { source, prompt }]) => [id, `${source === "file" ? "File" : "Run"}: ${prompt.replace(/\s+/g, " ").slice(0, 48)}`]);
+    const options = [...recorded, ...own].filter(([id]) => id !== held.id);
     const choice = other.value;
     other.replaceChildren(el("option", { value: "" }, "choose a trace"), ...options.map(([id, label]) => el("option", { value: id }, label)));
     other.value = options.some(([id]) => id === choice) ? choice : "";
@@ -384,8 +376,9 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
     const answer = await ask("compare_with", { a: held.id, ...question });
     if (turn !== asking) return;
     compareLine.textContent = answer.error ?? "";
-    diff = answer.diff ?? null;
-    if (diff) diffLane = diff.lanes.some((lane) => lane.id === "river") ? "river" : null;
+    if (!answer.diff) return; // what was compared before stays
+    diff = answer.diff;
+    diffLane = diff.lanes.some((lane) => lane.id === "river") ? "river" : null;
     showDiff();
   }
 

@@ -1,11 +1,11 @@
 // Joins the stage to Gradio: channel messages in, run state to the buttons, model progress to the pill; and to the rest
 // of the page: the recordings of the Watch tab, links, files that are dropped or saved.
 
-import { el } from "./inspector.js";
+import { el, setText } from "./inspector.js";
 import { linkTo, placeOf, readLink } from "./link.js";
 import { saveText } from "./save.js";
 import { createStage } from "./stage.js";
-import { isFinal } from "./store.js";
+import { isFinal, newRun, statusLine } from "./store.js";
 import { packTraceFile } from "./upload.js";
 import { createWatch } from "./watch.js";
 
@@ -36,18 +36,20 @@ function connect({ element, props, server, trigger, watch }) {
   const texts = new Map(); // recordings that were fetched, by slug
   const retired = new Set(); // runs of this tab that a newer one has replaced
   let live = { id: null, seq: -1, state: "idle" }; // the run of this tab, whether or not the stage shows it
+  let coming = null; // the run after it, as long as it has not begun: in line, or about to be refused
   let held = null; // messages that arrive while the whole run is fetched again
   let opening = 0; // grows with everything that takes the stage, so that a slow answer cannot take it back
 
   /* The run of this tab */
 
-  const active = () => live.state !== "idle" && !isFinal(live);
+  const active = () => coming !== null || (live.state !== "idle" && !isFinal(live));
   const showsLive = () => stage.source === "live" || stage.source === "preview";
 
   function showState() {
-    app.dataset.runState = live.state;
+    const { state } = coming ?? live;
+    app.dataset.runState = state;
     button("run")?.setAttribute("aria-disabled", String(active()));
-    button("stop")?.setAttribute("aria-disabled", String(!active() || live.state === "stopping"));
+    button("stop")?.setAttribute("aria-disabled", String(!active() || state === "stopping"));
     list.lastRun(live.id !== null && !showsLive());
   }
 
@@ -56,17 +58,43 @@ function connect({ element, props, server, trigger, watch }) {
     const message = JSON.parse(text);
     if (retired.has(message.run_id)) return;
     const begins = message.run_id !== live.id;
+    if (begins && message.events.length === 0) return holdBack(message);
     if (begins) {
       if (live.id) retired.add(live.id);
       live = { id: message.run_id, seq: -1, state: "idle" };
       opening += 1;
-      // A run that was refused is not kept by the server.
-      if (message.state !== "failed") sessionStorage.setItem(RUN_KEY, live.id);
+      sessionStorage.setItem(RUN_KEY, live.id);
+      coming = null;
+      say("");
     }
     if (message.seq > live.seq && !isFinal(live)) live = { ...live, seq: message.seq, state: message.state };
     if (held) held.push(message);
     else if (begins || stage.id === live.id) stage.apply(message);
     showState();
+  }
+
+  /**
+   * A run takes the stage with its first event. Until then, and for good if it is refused, what is open stays open, and the line beside
+   * the controls says how the run stands.
+   */
+  function holdBack(message) {
+    const known = coming?.id === message.run_id ? coming.seq : -1;
+    if (message.seq <= known) return;
+    coming = { id: message.run_id, seq: message.seq, state: message.state };
+    say(statusLine(Object.assign(newRun(), message)), message.state);
+    if (isFinal(coming)) {
+      retired.add(coming.id);
+      coming = null;
+    }
+    showState();
+  }
+
+  function say(words, state = "") {
+    const line = button("run-line");
+    if (!line) return;
+    line.dataset.state = state;
+    line.hidden = !words;
+    setText(line, words);
   }
 
   /** Back from a recording or a file to the run of this tab, as far as it has come. */
@@ -249,7 +277,10 @@ function connect({ element, props, server, trigger, watch }) {
   take(props.value);
   showState();
   app.addEventListener("click", (event) => {
-    if (event.target.closest("#run")) stage.pause();
+    if (event.target.closest("#run") && !active()) {
+      stage.pause();
+      say("");
+    }
     if (event.target.closest("#run-tab-button")) mounted(app, "#stop").then(showState);
   });
   mounted(app, "#watch").then((panel) => panel.replaceChildren(list.element));

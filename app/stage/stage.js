@@ -35,7 +35,8 @@ function badgeWords(header, source) {
  * kept or let go, onMarks() when marks are taken away here. `actions` are buttons for the toolbar: { name, label, title, run() }.
  *
  * Returns apply(message), open(trace, options), reset(), play(), pause(), setCursor(at), mark(marks), gridImage(kind), and the
- * properties run, whole, source, id, cursor and element. The element dispatches river:opened, river:state and river:cursor.
+ * properties run, whole, source, id, how, earlier, cursor and element; `how` is how its numbers are known (measured or recorded), `earlier` a
+ * Map id -> { source, prompt } of the runs and files that were shown. The element dispatches river:opened, river:state and river:cursor.
  */
 export function createStage(root, { onState = () => {}, onCursor = () => {}, onMarks = () => {}, actions = [] } = {}) {
   let source = "preview";
@@ -60,6 +61,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
   let rulesFor = 0;
   let builtFor = "";
   let opened = 0;
+  const earlier = new Map();
   let frame = 0;
 
   const calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -596,6 +598,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
   }
 
   function tellOpened() {
+    if (id !== null && source !== "recording") earlier.set(id, { source, prompt: whole.header.prompt });
     stage.dispatchEvent(new CustomEvent("river:opened", { detail: { source, id }, bubbles: true }));
   }
 
@@ -615,18 +618,25 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
     get id() {
       return id;
     },
+    get how() {
+      return knownHow();
+    },
+    get earlier() {
+      return earlier;
+    },
     get cursor() {
       return cursor;
     },
 
-    /** One message of a live run. The first one of a new run takes the stage; later ones do not take it back from a trace. */
+    /**
+     * One message of a live run. The first one of a new run, which holds its header, takes the stage; later ones do not take it back from
+     * a trace.
+     */
     apply(message) {
       if (retired.has(message.run_id)) return;
       const next = applyMessage(live ?? newRun(), message, retired);
       const before = next === live ? live.state : null;
       if (next !== live) {
-        // A run that failed before it began leaves the lanes of the page as they were.
-        if (next.lanes.size === 0) for (const [lane, empty] of previewRun().lanes) next.lanes.set(lane, empty);
         live = next;
         begin("live", message.run_id, live);
         tellOpened();

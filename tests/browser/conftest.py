@@ -74,8 +74,12 @@ class Tab:
 
     def press(self, button: str) -> None:
         self.page.click(f"#{button}")
-        if button == "run":  # what is open gives way to the run
-            self.page.wait_for_selector(".stage[data-source=live]")
+        if button == "run":  # what is open gives way to the run, unless it has to wait or is refused
+            self.page.wait_for_selector(".stage[data-source=live], #run-line:not([hidden])")
+
+    def refused(self) -> str:
+        """The sentence beside the controls that says why a run was refused."""
+        return self.page.wait_for_selector("#run-line[data-state=failed]:not([hidden])").text_content()
 
     def drawn(self) -> None:
         """Until what has happened is on the screen: the stage draws once a frame."""

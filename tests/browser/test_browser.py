@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from river_core.errors import LoadError
+from tests.browser.test_share import DROP
 from tests.page.server import serve
 
 LONG = "Count from 1 to 1000 in words, one number per line."
@@ -103,9 +104,48 @@ def test_input_that_cannot_be_used_gets_a_sentence_and_stays(new_tab, control, v
         tab.page.click("#sampling button >> nth=0")
     tab.fill(control, value)
     tab.press("run")
-    tab.wait_state("failed")
-    assert words in tab.status()
+    assert words in tab.refused()
     assert tab.page.locator(f"#{control} textarea, #{control} input").first.input_value() == value
+
+
+def test_a_refused_run_or_file_takes_nothing_off_the_page(new_tab):
+    tab = new_tab()
+    page = tab.page
+    shown = "[...document.querySelectorAll('.stage .title, .stage .headline, .stage .text, .prompt-text')].map((part) => part.textContent)"
+    open_id = "document.querySelector('.stage').river.id"
+
+    def refuse() -> None:
+        before = page.evaluate(shown), page.evaluate(open_id)
+        tab.fill("tau", "near one")
+        tab.press("run")
+        assert "not a number" in tab.refused()
+        tab.fill("tau", "")
+        tab.fill("more", "rivr")  # only the engine knows that there is no such method
+        tab.press("run")
+        page.wait_for_function("document.querySelector('#run-line').textContent.includes('rivr')")
+        page.evaluate(DROP, ["broken.json", "ew=="])
+        page.wait_for_selector(".page-note:not([hidden])")
+        assert "was not opened" in page.text_content(".page-note")
+        page.click(".note-close")
+        tab.fill("more", "")
+        assert (page.evaluate(shown), page.evaluate(open_id)) == before
+
+    page.click("#sampling button >> nth=0")
+    page.wait_for_selector("#more textarea, #more input")
+    page.keyboard.press("End")
+    refuse()  # over a recording
+    tab.fill("max-tokens", "6")
+    tab.press("run")
+    tab.wait_state("done")
+    assert page.is_hidden("#run-line"), "the sentence goes with the next run that begins"
+    written = page.evaluate(open_id)
+    refuse()  # over a run of one's own, which is still the last run afterwards
+    page.click("#watch-tab-button")
+    page.click(".recording >> nth=1")
+    page.wait_for_selector(".stage[data-source=recording]")
+    page.click("[data-way=last-run]")
+    page.wait_for_selector(".stage[data-source=live]")
+    assert page.evaluate(open_id) == written
 
 
 def test_no_lane_and_too_few_tokens_are_explained(new_tab):
@@ -113,8 +153,7 @@ def test_no_lane_and_too_few_tokens_are_explained(new_tab):
     for lane in ("Backbone", "Full 4-bit", "River"):
         tab.page.get_by_label(lane, exact=True).uncheck()
     tab.press("run")
-    tab.wait_state("failed")
-    assert "No lane" in tab.status()
+    assert "No lane" in tab.refused()
     tab.page.get_by_label("River", exact=True).check()
     tab.fill("max-tokens", "-2")
     tab.press("run")
@@ -131,11 +170,12 @@ def test_two_visitors_wait_for_one_another_and_never_mix(new_tab):
     second.fill("max-tokens", "8")
     first.press("run")
     first.wait_tokens(3)
+    open_before = second.page.text_content(".prompt-text")
     second.press("run")
-    second.wait_state("queued")
-    assert "2nd in line" in second.status()
+    second.page.wait_for_function("document.querySelector('#run-line').textContent.includes('2nd in line')")
+    assert second.page.text_content(".prompt-text") == open_before, "what is open stays until the run begins"
     first.press("stop")
-    second.wait_state("done")
+    second.page.wait_for_selector(".stage[data-source=live][data-run-state=done]")
     assert second.page.text_content(".prompt-text") == "Name three colours."
     assert first.page.text_content(".prompt-text") == "Name three rivers."
     assert second.page.locator(".text[data-lane=river] .tok").count() <= 8
@@ -262,8 +302,8 @@ def test_without_a_model_the_page_opens_and_says_what_to_do(chromium):
     page.click("#run-tab-button")
     page.fill("#prompt textarea", "Kept")
     page.click("#run")
-    page.wait_for_selector(".stage[data-run-state=failed]")
-    assert "give a folder" in page.text_content(".stage .status")
+    page.wait_for_selector("#run-line[data-state=failed]")
+    assert "give a folder" in page.text_content("#run-line")
     assert page.input_value("#prompt textarea") == "Kept"
     page.close()
     server.demo.close()
