@@ -32,6 +32,8 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   let view = VIEWS[0][0];
   let held = { id: null, columns: 0, charts: new Map() }; // figures of the trace that is open
   let asking = 0; // grows with every question, so that a slow answer cannot replace a newer one
+  let controlsFor = null; // the trace that the controls were last set for
+  let comparing = 0; // ... and with every comparison
   let marks = new Map();
   let sweep = noSweep();
   let result = []; // charts of the last sweep, or of a saved result
@@ -148,15 +150,8 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
     if (held.id === stage.id && held.columns === columns) return show();
     const turn = ++asking;
     const changed = held.id !== stage.id;
-    const answer = await ask("charts", { id: stage.id, columns });
-    if (turn !== asking) return;
-    if (answer.error) {
-      what.textContent = answer.error;
-      panel.hidden = true;
-      return;
-    }
-    held = { id: stage.id, columns, charts: new Map(answer.charts.map((entry) => [entry.name, { ...entry, figure: JSON.parse(entry.figure) }])) };
-    if (changed) {
+    if (controlsFor !== stage.id) {
+      controlsFor = stage.id;
       diff = null;
       compared.replaceChildren();
       compareLine.textContent = "";
@@ -166,6 +161,14 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
       laneChoice.replaceChildren(...[["", "all lanes"], ...labelsOf(stage)].map(([id, label]) => el("option", { value: id }, label)));
       tableLine.textContent = "";
     }
+    const answer = await ask("charts", { id: stage.id, columns });
+    if (turn !== asking) return;
+    if (answer.error) {
+      what.textContent = answer.error;
+      panel.hidden = true;
+      return;
+    }
+    held = { id: stage.id, columns, charts: new Map(answer.charts.map((entry) => [entry.name, { ...entry, figure: JSON.parse(entry.figure) }])) };
     element.dataset.trace = stage.id;
     show();
     if (view === "tokens" && changed) fillTable();
@@ -364,17 +367,18 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
     const known = await ask("recordings");
     const recorded = known.error ? [] : known;
     const own = [...(river()?.earlier ?? [])].map(([id, { source, prompt }]) => [id, `${source === "file" ? "File" : "Run"}: ${prompt.replace(/\s+/g, " ").slice(0, 48)}`]);
-    const options = [...recorded, ...own].filter(([id]) => id !== held.id);
+    const options = [...recorded, ...own].filter(([id]) => id !== river()?.id);
     const choice = other.value;
     other.replaceChildren(el("option", { value: "" }, "choose a trace"), ...options.map(([id, label]) => el("option", { value: id }, label)));
     other.value = options.some(([id]) => id === choice) ? choice : "";
   }
 
   async function compare(question) {
-    const turn = ++asking;
+    const turn = ++comparing;
+    const a = river()?.id ?? null; // also while its charts are still on their way
     compareLine.textContent = "Comparing.";
-    const answer = await ask("compare_with", { a: held.id, ...question });
-    if (turn !== asking) return;
+    const answer = await ask("compare_with", { a, ...question });
+    if (turn !== comparing || a !== river()?.id) return;
     compareLine.textContent = answer.error ?? "";
     if (!answer.diff) return; // what was compared before stays
     diff = answer.diff;

@@ -45,6 +45,35 @@ def test_no_serious_finding_and_no_side_scroll_in_any_tab(watcher, axe, width, t
     assert found == []
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_no_serious_finding_and_no_side_scroll_in_any_view_of_analyse(watcher, axe, width, theme):
+    tab = watcher("?recording=holes", width=width, theme=theme)
+    page = tab.page
+    tab.wait_open("recording:holes")
+    page.keyboard.press("End")
+    page.click("#analyse-tab-button")
+    page.wait_for_selector(".an-plot .main-svg")
+    names = page.evaluate("[...document.querySelectorAll('.an-tabs [data-view]')].map((button) => button.dataset.view)")
+    assert len(names) == 7
+    found = []
+    for name in names:
+        page.click(f"#an-tab-{name}")
+        if page.locator(".an-plot:visible").count():
+            page.wait_for_selector(f".an-plot[data-chart={name}] .main-svg")
+        if name == "tokens":
+            page.locator("#analysis-table [role=gridcell]", has_text="backbone").first.wait_for()
+        if name == "compare":
+            page.wait_for_selector("#an-other option[value='recording:drift']", state="attached")
+            page.select_option("#an-other", "recording:drift")
+            page.wait_for_selector(".an-texts")
+        if name == "sweep":
+            page.click(".an-saved summary")
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"{name} scrolls sideways"
+        found += [f"{name} · {line}" for line in findings(page, axe)]
+    assert found == []
+
+
 def test_the_run_panel_is_low_enough_to_see_the_race_below_it(watcher):
     tab = watcher()
     tab.page.click("#run-tab-button")

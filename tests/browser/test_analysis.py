@@ -69,7 +69,7 @@ def test_a_recording_has_its_charts_without_a_model_and_the_library_comes_from_h
     for name in ("exit-depths", "latency", "similarity", "memory"):
         tab.chart(name)
         assert tab.page.locator(".an-plot .trace").count() > 0
-        assert tab.page.text_content(".an-part:not([hidden]) .an-tag") in ("measured", "computed from shapes")
+        assert tab.page.text_content(".an-part:not([hidden]) .an-tag") in ("recorded", "computed from shapes")
     scripts = tab.page.evaluate(
         "performance.getEntriesByType('resource').map((entry) => entry.name).filter((name) => name.endsWith('plotly.min.js'))"
     )
@@ -216,6 +216,36 @@ def test_a_run_of_ones_own_has_its_charts_when_it_has_ended(visit, tiny_server):
     bars = "[...document.querySelector('.an-plot').data].map((trace) => trace.customdata.flat().length)"
     trace = tiny_server.runs.trace(tab.page.evaluate("document.querySelector('.stage').river.id"))
     assert tab.page.evaluate(bars) == [lane.decode_steps for lane in trace.lanes.values()]
+
+
+def test_what_was_opened_before_the_tab_was_seen_can_be_compared_too(visit, tiny_server):
+    tab = visit(tiny_server).to_run()
+    page = tab.page
+    ids = []
+    for prompt in ("First of two", "Second of two"):
+        tab.fill("prompt", prompt)
+        tab.fill("max-tokens", "4")
+        tab.press("run")
+        page.wait_for_function("(prompt) => document.querySelector('.prompt-text').textContent === prompt", arg=prompt)
+        tab.wait_state("done")
+        ids.append(page.evaluate("document.querySelector('.stage').river.id"))
+    page.click("#analyse-tab-button")
+    page.click("#an-tab-compare")
+    option = page.locator(f"#an-other option[value='{ids[0]}']")
+    option.wait_for(state="attached")
+    assert option.text_content() == "Run: First of two"
+    page.select_option("#an-other", ids[0])
+    page.wait_for_selector(".an-texts")
+    page.set_input_files("[aria-label='Trace file for B']", {"name": "broken.json", "mimeType": "application/json", "buffer": b"{"})
+    page.wait_for_function("document.querySelector('#an-view .an-line:not(:empty)')")
+    assert page.is_visible(".an-texts"), "a file that is refused takes away nothing"
+
+
+def test_measured_charts_of_a_recording_are_called_recorded(analyse):
+    tab = analyse().chart("latency")
+    assert tab.page.text_content(".an-view .an-tag") == "recorded"
+    tab.chart("memory")
+    assert tab.page.text_content(".an-view .an-tag") == "computed from shapes"
 
 
 def test_a_sweep_runs_on_the_engine_stops_and_draws_its_points(visit, tiny_server):
