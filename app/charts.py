@@ -663,7 +663,6 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=True).replace(";", "\\u003b")
 
 
-
 def token_table(trace: Trace) -> pd.DataFrame:
     """One row a token, lane by lane.
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.08
-"""Time between two messages to the page: 12 a second, far below what a browser can draw."""
+BEAT_S = 0.1
+"""Time between two messages to the page: ten a second look like a flow, and every one of them costs the page a drawing."""
 
 FINAL = ("done", "failed")
 

@@ -169,6 +169,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
   let legendFor = "";
   let limitsFor = null;
   let frame = 0;
+  let inSight = true; // what nobody sees is measured and described, and painted when it comes into sight
 
   const button = (name, label, words) => el("button", { type: "button", class: name, "aria-label": words, title: words }, label);
   const out = button("zoom", "−", "Narrower columns");
@@ -326,6 +327,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
     const canvas = canvases[name];
     canvas.style.inlineSize = `${width}px`;
     canvas.style.blockSize = `${stack.height}px`;
+    if (!inSight) return;
     surfaces[name].begin(width, stack.height, window.devicePixelRatio || 1);
     painter(surfaces[name], scene[name]);
   }
@@ -491,6 +493,14 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
 
   const resized = new ResizeObserver(drawLater);
   resized.observe(scroller);
+  const sighted = new IntersectionObserver(
+    (entries) => {
+      inSight = entries.at(-1).isIntersecting;
+      if (inSight) drawLater();
+    },
+    { rootMargin: "100px" },
+  );
+  sighted.observe(scroller);
 
   // Pictures
 
@@ -587,6 +597,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
     destroy() {
       cancelAnimationFrame(frame);
       resized.disconnect();
+      sighted.disconnect();
       element.remove();
     },
   };

@@ -4,6 +4,8 @@ import { el, setText } from "./inspector.js";
 import { firstDifference, isFinal, textVerdict } from "./store.js";
 
 const PIECES_SHOWN = 600;
+const FAR_DOWN = 1e9; // px: the browser stops at the end
+const NEAR_END = 40; // px: a column that is scrolled so far follows its text
 const COMPACT_FROM = 4; // lanes from which the columns are low, so that two rows of them are as high as the inspector
 
 /** The text of a token as nodes: a line break gets a faint mark before it and stays a real break. */
@@ -16,8 +18,12 @@ function tokenNodes(text) {
   return nodes;
 }
 
+function nearEnd({ text }) {
+  return text.scrollHeight - text.scrollTop - text.clientHeight < NEAR_END;
+}
+
 function textColumn(lane, index) {
-  const view = { spans: [], flagged: -1, complete: 0, rest: null };
+  const view = { spans: [], flagged: -1, complete: 0, rest: null, stuck: true };
   view.verdict = el("span", { class: "verdict" });
   view.text = el("div", {
     class: "text",
@@ -26,6 +32,9 @@ function textColumn(lane, index) {
     "data-lane": lane.id,
     "data-index": String(index),
     "aria-label": `Text of ${lane.label}. Left and right arrow keys walk from token to token.`,
+  });
+  view.text.addEventListener("scroll", () => {
+    view.stuck = nearEnd(view);
   });
   view.column = el(
     "article",
@@ -71,20 +80,43 @@ export function createTexts() {
     return span;
   }
 
+  /**
+   * Put the span of token `i` where it belongs. A token behind a line break begins a paragraph, a block of its own: it looks the same,
+   * and a new token lays out one paragraph instead of the whole text.
+   */
+  function place(view, span, i) {
+    let next = i + 1;
+    while (next < view.spans.length && !view.spans[next]) next += 1;
+    let last = i - 1;
+    while (last >= 0 && !view.spans[last]) last -= 1;
+    const before = view.spans[last];
+    const breaks = last === i - 1 && before?.textContent.endsWith("\n");
+    if (view.spans[next]) view.spans[next].before(span);
+    else if (before && !breaks) before.after(span);
+    else if (view.rest && before) view.rest.before(span);
+    else view.text.append(el("div", {}, span));
+    view.spans[i] = span;
+  }
+
+  /** Bring a column up to its lane. Returns whether it has to be scrolled to its end. */
   function drawText(run, lane, view, marks, moving) {
     const { tokens } = lane;
     const behind = view.spans.length < tokens.length || view.complete < lane.count;
-    const follow = behind && (moving || view.spans.length > 0) && view.text.scrollHeight - view.text.scrollTop - view.text.clientHeight < 40;
-    while (view.spans.length > tokens.length) view.spans.pop()?.remove();
+    // Measuring would lay out the page once a column: what the last scroll told holds, unless that was not the end.
+    const follow = behind && (moving || view.spans.length > 0) && (view.stuck || nearEnd(view));
+    if (behind) view.stuck = follow;
+    while (view.spans.length > tokens.length) {
+      const span = view.spans.pop();
+      const paragraph = span?.parentNode;
+      span?.remove();
+      if (paragraph?.childNodes.length === 0) paragraph.remove();
+    }
     view.complete = Math.min(view.complete, tokens.length);
-    for (let i = tokens.length - 1; i >= view.complete; i -= 1) {
+    for (let i = view.complete; i < tokens.length; i += 1) {
       if (!tokens[i] || view.spans[i]) continue;
       const span = spanOf(tokens[i]);
       if (marks?.has(i)) span.classList.add("marked");
-      let next = i + 1;
-      while (next < view.spans.length && !view.spans[next]) next += 1;
-      view.text.insertBefore(span, view.spans[next] ?? view.rest);
-      view.spans[i] = span;
+      place(view, span, i);
     }
     view.complete = lane.count === tokens.length ? lane.count : 0;
     const differs = firstDifference(run, lane);
@@ -97,14 +129,17 @@ export function createTexts() {
     if (rest !== (view.rest?.textContent ?? "")) {
       view.rest?.remove();
       view.rest = rest ? el("span", { class: "rest" }, rest) : null;
-      if (view.rest) view.text.append(view.rest);
+      if (view.rest) (view.text.lastChild ?? view.text).append(view.rest);
     }
-    if (follow) view.text.scrollTop = view.text.scrollHeight;
     const verdict = textVerdict(run, lane);
-    setText(view.verdict, verdict);
-    view.verdict.title = verdict;
+    if (view.verdict.title !== verdict) {
+      setText(view.verdict, verdict);
+      view.verdict.title = verdict;
+    }
     view.verdict.classList.toggle("differs", differs >= 0);
-    view.text.setAttribute("aria-busy", String(!isFinal(run) && run.state !== "idle" && !lane.end));
+    const busy = String(!isFinal(run) && run.state !== "idle" && !lane.end);
+    if (view.text.getAttribute("aria-busy") !== busy) view.text.setAttribute("aria-busy", busy);
+    return follow;
   }
 
   function drawMarks(marks) {
@@ -115,6 +150,16 @@ export function createTexts() {
       marked.set(id, wanted);
     }
   }
+
+  // What is copied is the text: between paragraphs the browser would put line breaks of its own.
+  columns.addEventListener("copy", (event) => {
+    const selection = getSelection();
+    const range = selection.rangeCount > 0 ? selection.getRangeAt(0) : null;
+    const inside = range?.commonAncestorContainer;
+    if (!inside || selection.isCollapsed || !(inside.closest ? inside : inside.parentElement).closest(".text")) return;
+    event.clipboardData.setData("text/plain", range.cloneContents().textContent);
+    event.preventDefault();
+  });
 
   return {
     prompt,
@@ -131,8 +176,10 @@ export function createTexts() {
 
     draw(run, marks, moving) {
       drawPrompt(run);
-      for (const lane of run.lanes.values()) drawText(run, lane, views.get(lane.id), marks?.get(lane.id), moving);
+      const following = [...run.lanes.values()].filter((lane) => drawText(run, lane, views.get(lane.id), marks?.get(lane.id), moving));
       drawMarks(marks);
+      // All columns are scrolled after all have changed: the page is laid out once.
+      for (const { id } of following) views.get(id).text.scrollTop = FAR_DOWN;
     },
 
     select(at) {

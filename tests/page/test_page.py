@@ -129,7 +129,7 @@ def test_batches_together_are_the_snapshot_and_stay_small(visitor):
     assert numbers == sorted(set(numbers))
     tokens = events_of([snapshot], "token")
     assert max(len(json.dumps(token, separators=(",", ":"))) for token in tokens) < 1200
-    # A beat is 80 ms; a slow or busy machine may put a few more tokens into one.
+    # A beat is 100 ms; a slow or busy machine may put a few more tokens into one.
     assert max(len(json.dumps(message)) for message in batches) < 60_000
 
 
