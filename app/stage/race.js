@@ -69,7 +69,14 @@ export function boundWords(run, lane) {
 export function createRace(onResize) {
   const rows = el("div", { class: "lanes" });
   const axis = el("div", { class: "axis", "aria-hidden": "true" });
-  const resized = new ResizeObserver(onResize);
+  const sizes = new WeakMap(); // canvas -> [width, height]; asked of the page once, and told by it when they change
+  const resized = new ResizeObserver((entries) => {
+    for (const { target } of entries) sizes.delete(target);
+    onResize();
+  });
+  let coloursFor = "";
+  let colours = {};
+  let depths = [];
   let views = new Map();
   let spanNs = 1;
 
@@ -103,10 +110,19 @@ export function createRace(onResize) {
     return view;
   }
 
+  function readColours(layers, theme, style) {
+    if (coloursFor === `${layers}/${theme}`) return;
+    coloursFor = `${layers}/${theme}`;
+    const names = { ink: "ink", muted: "muted", track: "track", prefill: "prefill", riverLayers: "river-layers", flag: "flag", panel: "panel" };
+    colours = Object.fromEntries(Object.entries(names).map(([name, variable]) => [name, style.getPropertyValue(`--${variable}`)]));
+    // The ramp's palest third would drown beside the river's layers.
+    depths = Array.from({ length: layers + 1 }, (_, depth) => css(depthColour(0.3 + (0.7 * depth) / layers, theme)));
+  }
+
   function drawRibbon(view, lane, layers, differs, frame) {
     const { canvas } = view;
-    const width = canvas.clientWidth;
-    const height = canvas.clientHeight;
+    if (!sizes.has(canvas)) sizes.set(canvas, [canvas.clientWidth, canvas.clientHeight]);
+    const [width, height] = sizes.get(canvas);
     if (!width || !height) return;
     const scale = window.devicePixelRatio || 1;
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
@@ -204,14 +220,11 @@ export function createRace(onResize) {
     },
 
     draw(run, { theme, style, cursor, clockNs, inflight }) {
-      const names = { ink: "ink", muted: "muted", track: "track", prefill: "prefill", riverLayers: "river-layers", flag: "flag", panel: "panel" };
-      const colours = Object.fromEntries(Object.entries(names).map(([name, variable]) => [name, style.getPropertyValue(`--${variable}`)]));
+      readColours(layersOf(run), theme, style);
       const span = timeSpan(run);
       spanNs = span * 1e9;
       drawAxis(span);
       const layers = layersOf(run);
-      // The ramp's palest third would drown beside the river's layers.
-      const depths = Array.from({ length: layers + 1 }, (_, depth) => css(depthColour(0.3 + (0.7 * depth) / layers, theme)));
       const backbone = backboneOf(run);
       for (const lane of run.lanes.values()) {
         const view = views.get(lane.id);

@@ -238,3 +238,49 @@ def test_the_sentences_of_the_race_stay_on_one_line(watcher):
         for line in (".timing", ".evenly"):
             assert tab.page.evaluate("(line) => document.querySelector(line).getClientRects().length", line) == 1
             assert tab.page.locator(line).bounding_box()["height"] < 24
+
+
+def test_a_drawing_does_not_lay_the_page_out_once_a_lane(watcher):
+    tab = watcher("?recording=difficulty")
+    tab.wait_open("recording:difficulty")
+    tab.page.keyboard.press("Home")
+    tab.drawn()
+    account = tab.context.new_cdp_session(tab.page)
+    account.send("Performance.enable")
+
+    def layouts() -> int:
+        return next(entry["value"] for entry in account.send("Performance.getMetrics")["metrics"] if entry["name"] == "LayoutCount")
+
+    before = layouts()
+    tab.page.evaluate(
+        """async () => {
+            const slider = document.querySelector('.to-slider');
+            for (let step = 1; step <= 20; step += 1) {
+                slider.value = String(300 * step);
+                slider.dispatchEvent(new Event('input'));
+                await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            }
+        }"""
+    )
+    assert tab.page.locator(".tok").count() > 100
+    lanes = tab.page.locator(".stage .lane").count()
+    assert lanes == 5
+    assert (layouts() - before) / 20 < lanes
+
+
+def test_what_is_copied_out_of_a_text_is_the_text(watcher):
+    tab = watcher("?recording=difficulty")
+    tab.wait_open("recording:difficulty")
+    tab.page.keyboard.press("End")
+    tab.drawn()
+    copied = tab.page.evaluate(
+        """() => {
+            const text = document.querySelector('.text[data-lane=backbone]');
+            getSelection().selectAllChildren(text);
+            const event = new ClipboardEvent('copy', { clipboardData: new DataTransfer(), bubbles: true, cancelable: true });
+            text.dispatchEvent(event);
+            return [event.clipboardData.getData('text/plain'), text.textContent, text.children.length];
+        }"""
+    )
+    assert copied[0] == copied[1] and "\n" in copied[0]
+    assert copied[2] > 1, "a paragraph is a block"
