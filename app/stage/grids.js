@@ -149,9 +149,10 @@ export function gridSummary(run, slotsOf) {
  * Build the grids inside `container`. `onHover` and `onClick` get { lane, i, position, layer } (layer from 0; i = index of the token
  * whose step wrote the position, null where there is none: in the prompt but for its last position, and ahead of the text) or, for hover, null.
  *
- * Returns draw(run, view), image("png" | "svg") -> Promise<Blob>, element, destroy(). view = { theme, how, lane, cursor, hover, marks, inflight,
- * length }: `how` the numbers are known (measured or recorded); `inflight` is a Map lane id -> { token, layers }, the event of the next token and how many of its layers have run;
- * `length` (optional) is the number of tokens that the longest lane will have, where that is known.
+ * Returns draw(run, view), image("png" | "svg") -> Promise<Blob>, element, destroy(). view = { theme, how, moving, lane, cursor, hover, marks,
+ * inflight, length }: `how` says how the numbers are known (measured or recorded), `moving` whether the next picture follows at once;
+ * `inflight` is a Map lane id -> { token, layers }, the event of the next token and how many of its layers have run; `length` (optional) is the
+ * number of tokens that the longest lane will have, where that is known.
  */
 export function createGrids(container, { onHover = () => {}, onClick = () => {} } = {}) {
   let run = null;
@@ -169,7 +170,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
   let legendFor = "";
   let limitsFor = null;
   let frame = 0;
-  let inSight = true; // what nobody sees is measured and described, and painted when it comes into sight
+  let inSight = true; // while a run moves, what nobody sees is described but not painted
 
   const button = (name, label, words) => el("button", { type: "button", class: name, "aria-label": words, title: words }, label);
   const out = button("zoom", "−", "Narrower columns");
@@ -327,7 +328,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
     const canvas = canvases[name];
     canvas.style.inlineSize = `${width}px`;
     canvas.style.blockSize = `${stack.height}px`;
-    if (!inSight) return;
+    if (view.moving && !inSight) return;
     surfaces[name].begin(width, stack.height, window.devicePixelRatio || 1);
     painter(surfaces[name], scene[name]);
   }

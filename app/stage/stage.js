@@ -488,13 +488,14 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
     const dark = theme(style);
     const partial = player && !atEnd();
     const inflight = partial ? player.inflight(clock) : null;
+    const moving = playing || (source === "live" && !isFinal(whole));
     drawHead();
     drawLegend();
     race.draw(run, { theme: dark, style, cursor: hovered ?? cursor, clockNs: partial ? clock : null, inflight });
-    texts.draw(run, marks, playing || !isFinal(whole));
+    texts.draw(run, marks, moving);
     drawInspector(dark);
     drawTransport(inflight);
-    grids.draw(run, { theme: dark, how: knownHow(), lane: gridLane(), cursor, hover: hovered, marks, inflight, length: player?.longest });
+    grids.draw(run, { theme: dark, how: knownHow(), moving, lane: gridLane(), cursor, hover: hovered, marks, inflight, length: player?.longest });
     memory.draw(run, whole, source === "live");
     card.draw(`${whole.runId}/${whole.state}/${Boolean(whole.header)}`);
     if (!table.hidden && !playing) drawTable();

@@ -284,3 +284,24 @@ def test_what_is_copied_out_of_a_text_is_the_text(watcher):
     )
     assert copied[0] == copied[1] and "\n" in copied[0]
     assert copied[2] > 1, "a paragraph is a block"
+
+
+def test_grids_out_of_sight_are_painted_once_nothing_moves(watcher):
+    tab = watcher("?recording=holes")
+    tab.wait_open("recording:holes")
+    inked = """() => {
+        const canvas = document.querySelector('.grids-pinned canvas');
+        const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        return data.reduce((sum, value, at) => sum + (at % 4 === 3 && value > 0 ? 1 : 0), 0);
+    }"""
+    assert tab.page.locator(".grids").bounding_box()["y"] > 1000
+    tab.page.locator(".to-slider").fill("500")
+    tab.drawn()
+    early = tab.page.evaluate(inked)
+    tab.page.keyboard.press("Space")
+    playing(tab, True)
+    tab.page.wait_for_timeout(600)
+    assert tab.page.evaluate(inked) == early, "nobody sees it"
+    tab.page.keyboard.press("End")
+    tab.drawn()
+    assert tab.page.evaluate(inked) > 2 * early
