@@ -110,6 +110,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   );
 
   const parts = [chartPart, tablePart, sweepPart, comparePart];
+  for (const one of parts) one.hidden = true; // until it is known what there is to show
   const panel = el("div", { class: "an-view", id: "an-view", role: "tabpanel" }, ...parts);
   element.querySelector(".analysis").replaceChildren(what, tabs, panel);
 
@@ -141,7 +142,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
     const words = obstacle(stage);
     const name = stage && wholeOf(stage).header;
     what.textContent = words ?? `Of ${sourceWords(stage, name)}.`;
-    panel.hidden = words !== null && view !== "sweep";
+    panel.hidden = view !== "sweep" && (words !== null || held.id === null);
     if (words) {
       held = { id: null, columns: 0, charts: new Map() };
       return show();
@@ -170,6 +171,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
     }
     held = { id: stage.id, columns, charts: new Map(answer.charts.map((entry) => [entry.name, { ...entry, figure: JSON.parse(entry.figure) }])) };
     element.dataset.trace = stage.id;
+    panel.hidden = false;
     show();
     if (view === "tokens" && changed) fillTable();
     if (view === "compare") fillOthers();

@@ -241,6 +241,23 @@ def test_what_was_opened_before_the_tab_was_seen_can_be_compared_too(visit, tiny
     assert page.is_visible(".an-texts"), "a file that is refused takes away nothing"
 
 
+def test_before_the_first_charts_no_view_is_shown_rather_than_all(watcher):
+    tab = watcher()
+    tab.page.wait_for_selector(".stage[data-source=recording]")
+    held = []
+    tab.page.route(
+        "**/component_server**", lambda route: held.append(route) if '"charts"' in (route.request.post_data or "") else route.continue_()
+    )
+    tab.page.click("#analyse-tab-button")
+    tab.page.wait_for_selector(".an-tabs")
+    tab.page.wait_for_timeout(300)
+    assert held and tab.page.locator(".an-part:visible").count() == 0
+    for route in held:
+        route.continue_()
+    tab.page.wait_for_selector(".an-plot .main-svg")
+    assert tab.page.locator(".an-part:visible").count() == 1
+
+
 def test_measured_charts_of_a_recording_are_called_recorded(analyse):
     tab = analyse().chart("latency")
     assert tab.page.text_content(".an-view .an-tag") == "recorded"
