@@ -1,13 +1,16 @@
 # make run   sets everything up and opens the explorer        make test   sets everything up and runs the tests
+# make gpu-check   checks a CUDA GPU against the CPU and measures it, with the engine's libraries only; TORCH=2.11.0 for another PyTorch
 # Options:   make run ARGS="--model owner/name --port 7861"   PYTHON=python3.12 to choose the interpreter
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+TORCH ?= 2.13.0
+GPU_VENV := .venv-gpu-$(TORCH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test lint clean
+.PHONY: run test gpu-check lint clean
 
 run: $(VENV)/.run
 	$(BIN)/python app.py $(ARGS)
@@ -20,8 +23,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The time limit of five minutes is the command's; PyTorch's CUDA build (gigabytes) is downloaded before that, once.
+gpu-check: $(GPU_VENV)/.engine
+	$(GPU_VENV)/bin/python -m river_core gpu-check $(ARGS)
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-gpu-*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "River Explorer needs Python 3.11 or newer; try: make PYTHON=python3.12"; exit 1; }
@@ -36,7 +43,15 @@ $(VENV)/.torch: | $(BIN)/python
 	else $(BIN)/pip install torch==2.13.0; fi
 	@touch $@
 
-$(VENV)/.run: requirements.txt $(VENV)/.torch
+$(GPU_VENV)/.engine: requirements-engine.txt
+	@if [ ! -e /dev/nvidiactl ] && [ ! -e /dev/dxg ] && ! command -v nvidia-smi >/dev/null; then \
+	  echo "There is no NVIDIA GPU here, so nothing was installed and nothing was checked."; exit 1; fi
+	@$(PYTHON) -m venv $(GPU_VENV) || { rm -rf $(GPU_VENV); echo "Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(GPU_VENV)/bin/pip install torch==$(TORCH)
+	$(GPU_VENV)/bin/pip install -r requirements-engine.txt torch==$(TORCH)
+	@touch $@
+
+$(VENV)/.run: requirements.txt requirements-engine.txt $(VENV)/.torch
 	$(BIN)/pip install -r requirements.txt
 	@touch $@
 

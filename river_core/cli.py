@@ -1,4 +1,4 @@
-"""The command line: generate, compare, record, bench, fidelity, sweep, figures, doctor."""
+"""The command line: generate, compare, record, bench, fidelity, sweep, figures, gpu-check, doctor."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def _parser():
     group.add_argument("--bits", type=int, default=4, help="of the river: 4 or 8")
     group.add_argument("--group-size", type=int, default=64, help="weights that share a scale: 32, 64, 128")
     group.add_argument("--river-kernel", default="auto", help="auto (measured), int4, int8, dequantised")
-    group.add_argument("--plain-layers", action="store_true", help="do not compile the decoder's layers")
+    group.add_argument("--plain-layers", action="store_true", help="do not compile the decoder's layers, nor capture them as CUDA graphs")
     group.add_argument("--full-head", action="store_true", help="do not screen the LM head of greedy lanes")
     group.add_argument("--threads", type=int, help="CPU threads (default: the cores this process may use)")
 
@@ -126,6 +126,14 @@ def _parser():
     paper.add_argument("--taus", help="two thresholds, relaxed and strict (default: the model's least and greatest preset)")
     paper.add_argument("--out", default="out/figures", metavar="FOLDER")
     paper.set_defaults(run=_figures)
+
+    gpu = commands.add_parser("gpu-check", help="check a CUDA GPU against the CPU and measure it, in under five minutes")
+    gpu.add_argument("--model", help="hub id, local folder or .gguf file (default: the packaged SmolLM2-135M-Instruct)")
+    gpu.add_argument("--random", action="store_true", help="no model is read; random weights of the default model's shape take its place")
+    gpu.add_argument("--seconds", type=float, default=285, help="what does not fit into this time is left out, and said to be")
+    gpu.add_argument("--no-bench", action="store_true", help="check only")
+    gpu.add_argument("--json", action="store_true", help="print the result; the lines of progress go to standard error")
+    gpu.set_defaults(run=_gpu_check)
 
     doctor = commands.add_parser("doctor", parents=[model], help="print device, dtypes, kernels and why, model, cache place")
     doctor.add_argument("--json", action="store_true")
@@ -379,6 +387,16 @@ def _sweep(args) -> int:
                 progress("sweep", event["fraction"], f"repeat {event['repeat']} of {event['repeats']}, token {event['tokens']}")
     print(json.dumps(event, indent=1) if args.json else format_sweep(event))
     return 0
+
+
+def _gpu_check(args) -> int:
+    from river_core.measure.gpu_check import gpu_check
+
+    options = {"random": args.random, "seconds": args.seconds, "benchmark": not args.no_bench}
+    result = gpu_check(args.model, **options, report=_say if args.json else print)
+    if args.json:
+        print(json.dumps(result, indent=1))
+    return int(not result["passed"])
 
 
 def _doctor(args) -> int:

@@ -104,9 +104,24 @@ class Block:
 
 
 class Blocks(list):
-    """The blocks of a backbone or of a river, in order, and the compiled code that runs them; `stack` is None where there is none."""
+    """The blocks of a backbone or of a river, in order, and the compiled or captured code that runs them; `stack` is None where there is none.
+
+    A stack has `run(hidden_states, first, last, cache, entries, rows)`, which does for one row what `Decoder.run_blocks` does, except for noting the owner, and
+    returns the states and the similarity of `States`; `entries` are those of `KVCache.entries_at`.
+    """
 
     stack = None
+
+
+class States(list):
+    """Hidden states after each of some blocks, [T, d] float32.
+
+    similarity: cos(input, output) of the last of them, 0-d on the device, where the code that ran it has made it; it holds until that code runs again. Else None.
+    """
+
+    def __init__(self, states=(), similarity: torch.Tensor | None = None):
+        super().__init__(states)
+        self.similarity = similarity
 
 
 @dataclass(frozen=True)
@@ -199,6 +214,7 @@ class Decoder:
         except KeyError as error:
             raise LoadError(f"The checkpoint lacks the tensor {error}; it is incomplete or of another architecture.") from error
         self.screen: Screen | None = None
+        self.workspaces = None  # where layers are captured (see `graphs`): the storages that caches take turns with
         tied = "lm_head.weight" not in weights or weights["lm_head.weight"].data_ptr() == embedding.data_ptr()
         self.embedding = self.lm_head.weight if tied else embedding.to(plan.device, plan.dtype)
 
@@ -221,9 +237,11 @@ class Decoder:
         products = {name: product(name) for name in ("qkv", "o", "gate_up", "down")}
         return Block(**products, input_norm=input_norm, post_norm=post_norm, qk_norm=qk_norm)
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for `capacity` positions, in the plan's `kv_dtype` and on its device."""
-        return KVCache(self.config, capacity, self.plan.kv_dtype, self.device)
+    def new_cache(self, capacity: int, kind: type[KVCache] = KVCache) -> KVCache:
+        """An empty cache of class `kind` for `capacity` positions, in the plan's `kv_dtype` and on its device."""
+        if self.workspaces is not None:
+            return self.workspaces.cache(kind, capacity)
+        return kind(self.config, capacity, self.plan.kv_dtype, self.device)
 
     def embed(self, token_ids) -> torch.Tensor:
         """Token ids (list of T ints) -> hidden states [T, d], float32."""
@@ -243,8 +261,8 @@ class Decoder:
             masks[window] = allowed if window is None else allowed & (keys > queries - window)
         return Rows(start, count, self.rope.rotation(start, count), cache, masks)
 
-    def run_blocks(self, blocks, first: int, last: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> list[torch.Tensor]:
-        """Blocks first .. last - 1 (0-based) one after another, in compiled code where there is some and one row is decoded.
+    def run_blocks(self, blocks, first: int, last: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> States:
+        """Blocks first .. last - 1 (0-based) one after another, in compiled or captured code where there is some and one row is decoded.
 
         Args:
             blocks: the backbone's or the river's, all of them. The others: as for `run_block`.
@@ -256,10 +274,10 @@ class Decoder:
         if stack is not None and rows.count == 1 and last > first:
             entries = cache.entries_at(first, last, rows.start, self.windows)
             if entries is not None:
-                states = stack.run(hidden_states, first, last, cache.keys_values, entries, rows.rotation.cos, rows.rotation.sin)
+                states, similarity = stack.run(hidden_states, first, last, cache, entries, rows)
                 cache.note(first, last, rows.start, owner)
-                return states
-        states = []
+                return States(states, similarity)
+        states = States()
         for layer in range(first, last):
             hidden_states = self.run_block(blocks[layer], layer, hidden_states, rows, cache, owner)
             states.append(hidden_states)
@@ -319,13 +337,12 @@ class Decoder:
         window = c.sliding_window[layer]
         keys, values = rows.slots.read[window]
         keys, values = keys[layer], values[layer]  # [1, key/value heads, S, head_dim]
-        queries = queries.to(keys.dtype)
+        queries, mask = queries.to(keys.dtype), rows.masks[window]
         if rows.count == 1:
             # The query heads of one key/value head become rows of its query: four times faster than enable_gqa for one token.
             grouped = queries.view(1, c.num_key_value_heads, -1, c.head_dim)
-            return F.scaled_dot_product_attention(grouped, keys, values).view(1, -1)
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(1, -1)
         queries = queries.transpose(0, 1).unsqueeze(0)  # [1, query heads, T, head_dim]
-        mask = rows.masks[window]
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return attended.squeeze(0).transpose(0, 1).reshape(rows.count, -1)
 

@@ -26,12 +26,15 @@ class ExitRule:
         """The shallowest depth beyond `layer` at which the rule may say leave; until there it need not be asked."""
         return layer + 1
 
-    def should_exit(self, layer: int, h_in: torch.Tensor, h_out: torch.Tensor) -> tuple[bool, float | None]:
+    def should_exit(
+        self, layer: int, h_in: torch.Tensor, h_out: torch.Tensor, similarity: torch.Tensor | None = None
+    ) -> tuple[bool, float | None]:
         """Whether to leave after block `layer` (counted from 1), and the score behind it; None = not an allowed exit, nothing was tested.
 
         Args:
             layer: 1 .. L - 1.
             h_in, h_out: the block's input and output, [T, d] float32; with several rows (a prompt) all of them must agree.
+            similarity: their cosine, where the code that ran the block has made it already (see `States`).
         """
         raise NotImplementedError
 
@@ -103,10 +106,10 @@ class Similarity(ExitRule):
     def next_test(self, layer):
         return next_allowed(layer, self.layers, self.floor)
 
-    def should_exit(self, layer, h_in, h_out):
+    def should_exit(self, layer, h_in, h_out, similarity=None):
         if layer < self.floor or (self.layers is not None and layer not in self.layers):
             return False, None
-        score = cosine(h_in, h_out)
+        score = cosine(h_in, h_out) if similarity is None else float(similarity)
         return score > self.tau, score
 
     def describe(self):
@@ -134,7 +137,7 @@ class HeadRule(ExitRule):
     def next_test(self, layer):
         return next_allowed(layer, self.layers, self.floor)
 
-    def should_exit(self, layer, h_in, h_out):
+    def should_exit(self, layer, h_in, h_out, similarity=None):
         if layer not in self.allowed:
             return False, None
         logits = self.decoder.head(h_out[-1:])[0]
@@ -188,7 +191,7 @@ def next_allowed(layer: int, layers: list[int] | None, floor: int) -> int:
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     """The least cosine similarity over the rows of a and b, [T, d] float32."""
-    if a.shape[0] == 1:
+    if a.shape[0] == 1 and a.device.type == "cpu":
         x, y = a[0], b[0]
         # Three dot products take half the time of F.cosine_similarity for one row.
         return float(torch.dot(x, y)) / math.sqrt(max(float(torch.dot(x, x)) * float(torch.dot(y, y)), 1e-30))

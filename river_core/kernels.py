@@ -34,7 +34,7 @@ class Dense:
 
     def __init__(self, weight, bias=None, dtype=torch.float32, many_dtype=None, keep_many=False):
         self.weight = weight.to(dtype).contiguous()
-        self.bias = None if bias is None else bias.to(torch.float32)
+        self.bias = None if bias is None else bias.to(self.weight.device, torch.float32)
         self.dtype = dtype
         self.many_dtype = many_dtype or dtype
         self.keep_many = keep_many
@@ -98,15 +98,15 @@ class Int4:
             raise ValueError(reason)
         self.shape = (rows, columns)
         self.group_size = quantised.group_size
-        self.bias = None if bias is None else bias.to(torch.float32)
+        self.bias = None if bias is None else bias.to(device, torch.float32)
         # The kernels compute w = (code - 8) * s + zt, hence zt = (8 - z) * s: formed in float32, then rounded once.
         scales = quantised.scales
         shifts = (8.0 - quantised.zeros) * scales
         self.scales_and_zeros = torch.stack([scales.t(), shifts.t()], dim=-1).to(torch.bfloat16).contiguous()  # [K/g, N, 2]
         self.on_cuda = device.type == "cuda"
         if self.on_cuda:
-            self.inner_k_tiles = next(t for t in (8, 4, 2) if columns % (16 * t) == 0)
-            self.packed = torch.ops.aten._convert_weight_to_int4pack(quantised.pack().contiguous(), self.inner_k_tiles)
+            # Bytes [N, K / 2] with the even column in the high half, as `pack` makes them; since torch 2.5.
+            self.packed = torch.ops.aten._convert_weight_to_int4pack(quantised.pack().contiguous(), inner_k_tiles(columns))
         else:
             self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantised.codes.to(torch.int32), 1)
         self.few_rows = FEW_ROWS_CUDA if self.on_cuda else FEW_ROWS_CPU
@@ -202,6 +202,11 @@ class Int8:
             y = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scales).to(torch.float32)
             y = torch.addcmul(y, x.to(torch.float32).sum(1, keepdim=True), self.shifts)
         return y if self.bias is None else y + self.bias
+
+
+def inner_k_tiles(columns: int) -> int:
+    """How many 16-wide tiles the GPU's int4 layout packs side by side: the most, 8, 4 or 2, that divide a layer's inputs."""
+    return next(tiles for tiles in (8, 4, 2) if columns % (16 * tiles) == 0)
 
 
 def int4_misfit(rows, columns, bits, group_size, device) -> str | None:
@@ -326,7 +331,7 @@ def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4,
 
 
 def _choose_river(device, shape, dtype, bits, group_size, exact, measured):
-    if exact and device.type == "cpu" and "fp32 1 row" not in measured:
+    if exact and "fp32 1 row" not in measured:
         return "dequantised", "river dequantised: float32 was asked for, and the packed kernels compute in bfloat16"
     if bits == 8:
         if device.type != "cpu":

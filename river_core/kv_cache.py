@@ -32,11 +32,17 @@ class KVCache:
         the page.
     filled_at: int32 [num_hidden_layers, capacity], the position that was being decoded when the slot was written; -1 while empty.
     length: positions that have been fed.
+    workspace: buffers and captured layers over this storage (see `graphs`), where layers are captured; else None.
+
+    Args:
+        storage: zeros to keep keys and values in, with room for at least `capacity` positions; None = new ones.
     """
 
-    def __init__(self, config, capacity: int, dtype: torch.dtype, device):
+    workspace = None
+
+    def __init__(self, config, capacity: int, dtype: torch.dtype, device, storage: torch.Tensor | None = None):
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys_values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys_values = torch.zeros(shape, dtype=dtype, device=device) if storage is None else storage
         self.owner = np.zeros((config.num_hidden_layers, capacity), dtype=np.uint8)
         self.filled_at = np.full((config.num_hidden_layers, capacity), -1, dtype=np.int32)
         self.capacity = capacity

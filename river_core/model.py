@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from river_core.decoder import Blocks, Decoder, DecoderConfig, check_supported, rms_norm
 from river_core.errors import InputError, LoadError
+from river_core.graphs import CudaCapture, GraphStack, Workspaces
 from river_core.kernels import Dense, Int4, KernelPlan, choose_kernels, time_on_one_core
 from river_core.kv_cache import BACKBONE, RIVER
 from river_core.loading import available_memory, cache_dir, load_checkpoint
@@ -45,23 +47,73 @@ class Model:
     path: Path | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     load_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    compiled: bool | None = False  # None: compiled layers are wanted and may still come; False: not wanted, or not possible here
+    compiled: bool | None = False  # None: compiled or captured layers are wanted and may come yet; False: not wanted, or not possible
     head_reason: str = ""
     products: dict[str, str] = dataclasses.field(default_factory=dict)  # of compiled layers, by stack: "ours" or "ATen's"
     product_reasons: list[str] = dataclasses.field(default_factory=list)
     screens: bool = False  # the LM head of greedy lanes may be screened, if compiled code is in use and that is faster
 
     def compile(self, wait: bool = False) -> bool:
-        """Swap in compiled layers once they are ready (see `river_core.native`); asked between runs. Returns whether they are in use.
+        """Swap in compiled layers once they are ready (on a CPU, see `river_core.native`) or captured ones (on a GPU, see `river_core.graphs`); asked between runs.
+        Returns whether they are in use.
 
         Args:
             wait: for a compiler that is still at work; measurements do, decoding does not.
         """
-        if self.compiled is None and (NATIVE.wait() if wait else NATIVE.state == "ready"):
-            self.compiled = self._attach()
+        if self.compiled is None and self.plan.device.type == "cuda":
+            self.capture_layers(lambda: CudaCapture(self.plan.device))
+        elif self.compiled is None and (NATIVE.wait() if wait else NATIVE.state == "ready"):
+            self.compiled = self._attach(self._compiled, "Compiled")
             if self.compiled and self.screens:
                 self._screen_head()
         return bool(self.compiled)
+
+    def capture_layers(self, make_capture) -> bool:
+        """Capture runs of layers of one row, if that works and agrees with the plain path; else a note says what happened. Returns whether they are in use.
+
+        Args:
+            make_capture: () -> what `GraphStack` captures with.
+        """
+        decoder = self.decoder
+        try:
+            capture = make_capture()
+
+            def captured(blocks):
+                stack = GraphStack(decoder, blocks, capture, measures=blocks is decoder.blocks)
+                return blocks, stack, lambda: stack
+
+            self.compiled = self._attach(captured, "Captured")
+        except RuntimeError as error:
+            self._detach()
+            self.compiled = False
+            self.notes.append(
+                f"Layers could not be captured as CUDA graphs ({str(error).splitlines()[0][:200]}); they run operation by operation."
+            )
+        if self.compiled:
+            decoder.workspaces = Workspaces(self.config, self.plan.kv_dtype, decoder.device)
+        return self.compiled
+
+    @contextmanager
+    def plain_layers(self):
+        """Within this, layers run operation by operation whatever is in use otherwise; for comparisons between runs."""
+        stacks, compiled, workspaces = [blocks.stack for blocks in self._stacked], self.compiled, self.decoder.workspaces
+        self._detach()
+        self.compiled = False
+        try:
+            yield
+        finally:
+            for blocks, stack in zip(self._stacked, stacks, strict=True):
+                blocks.stack = stack
+            self.compiled, self.decoder.workspaces = compiled, workspaces
+
+    @property
+    def _stacked(self):
+        return self.decoder.blocks, self.river.blocks
+
+    def _detach(self):
+        for blocks in self._stacked:
+            blocks.stack = None
+        self.decoder.workspaces = None
 
     def _screen_head(self) -> None:
         """Screen the LM head if that is faster here; in float32, the exact mode, never."""
@@ -79,30 +131,56 @@ class Model:
         if screened_us < full_us:
             self.decoder.screen = screen
 
-    def _attach(self) -> bool:
-        """Give both stacks of blocks their compiled code, with the faster kind of products, if one step with it agrees with the plain one."""
-        decoder = self.decoder
-        for blocks, owner, name in ((decoder.blocks, BACKBONE, "backbone"), (self.river.blocks, RIVER, "river")):
-            some = Blocks(blocks[: _from_memory(blocks)])
-            stacks = {kind: NATIVE.stack(decoder, some, kind == "ours") for kind in ("ours", "ATen's")}
-            stacks = {kind: stack for kind, stack in stacks.items() if stack is not None}
-            if not stacks:
+    def _attach(self, choose, kind: str) -> bool:
+        """Give both stacks of blocks other code, if a few steps with it agree with the plain ones.
+
+        Args:
+            choose: (blocks) -> some of them for the comparison, the code for those, and a callable that makes the code for all; None = it cannot run them.
+            kind: for the note that says that they did not agree.
+        """
+        for blocks, owner in zip(self._stacked, (BACKBONE, RIVER), strict=True):
+            chosen = choose(blocks)
+            if chosen is None:
                 continue
-            took = {kind: _products_us(stack, len(some)) for kind, stack in stacks.items()}
-            kind = min(took, key=took.get)
+            some, stack, for_all = chosen
             with torch.inference_mode():
-                cache, hidden = decoder.new_cache(1), decoder.embed([0])
-                plain, compiled = (self._step(some, hidden, cache, owner, code) for code in (None, stacks[kind]))
-            apart = float((plain - compiled).norm() / plain.norm())
+                plain, other = (self._steps(some, owner, code) for code in (None, stack))
+            apart = float((plain - other).norm() / plain.norm())
             if not apart < (1e-3 if self.plan.dtype == torch.float32 and owner == BACKBONE else 0.05):
-                self.notes.append(f"Compiled layers were {apart:.1e} away from the plain ones and are not used.")
+                self.notes.append(f"{kind} layers were {apart:.1e} away from the plain ones and are not used.")
+                self._detach()
                 return False
-            if kind == "ours":
-                self._adopt(blocks)
-            blocks.stack = NATIVE.stack(decoder, blocks, kind == "ours")
+            blocks.stack = for_all()
+        return any(blocks.stack is not None for blocks in self._stacked)
+
+    def _steps(self, blocks, owner, code, steps: int = 2):
+        """The last states of a few steps over `blocks` run by `code`, [steps, d]."""
+        decoder, cache, states = self.decoder, self.decoder.new_cache(steps), []
+        blocks.stack = code
+        for position in range(steps):
+            rows, hidden = decoder.rows(position, 1, cache), decoder.embed([position])
+            states.append(decoder.run_blocks(blocks, 0, len(blocks), hidden, rows, cache, owner)[-1])
+        blocks.stack = None
+        return torch.cat(states)
+
+    def _compiled(self, blocks):
+        """Compiled code for `_attach`, with the faster kind of products on this machine."""
+        some = Blocks(blocks[: _from_memory(blocks)])
+        stacks = {kind: NATIVE.stack(self.decoder, some, kind == "ours") for kind in ("ours", "ATen's")}
+        took = {kind: _products_us(stack, len(some)) for kind, stack in stacks.items() if stack is not None}
+        if not took:
+            return None
+        kind = min(took, key=took.get)
+
+        def for_all():
+            name = "backbone" if blocks is self.decoder.blocks else "river"
             self.products[name] = kind
             self.product_reasons.append(f"{name} products: {kind}; a layer takes {_table_us(took)}, on one core")
-        return any(blocks.stack is not None for blocks in (decoder.blocks, self.river.blocks))
+            if kind == "ours":
+                self._adopt(blocks)
+            return NATIVE.stack(self.decoder, blocks, kind == "ours")
+
+        return some, stacks[kind], for_all
 
     def _adopt(self, blocks):
         for block in blocks:
@@ -112,12 +190,6 @@ class Model:
         head = self.decoder.lm_head
         if blocks is self.decoder.blocks and isinstance(head, Dense):
             head.ours = True
-
-    def _step(self, blocks, hidden, cache, owner, code):
-        blocks.stack = code
-        states = self.decoder.run_blocks(blocks, 0, len(blocks), hidden, self.decoder.rows(0, 1, cache), cache, owner)
-        blocks.stack = None
-        return states[-1]
 
     @property
     def config(self):
@@ -174,14 +246,14 @@ class Model:
             "kv_dtype": str(plan.kv_dtype).removeprefix("torch."),
             "prefill_dtype": str(plan.many_dtype).removeprefix("torch."),
             "head": "screened in 8 bits for greedy lanes" if self.decoder.screen else "full",
-            "layers": "compiled" if self.compiled else "operation by operation",
+            "layers": "operation by operation" if not self.compiled else "captured as CUDA graphs" if self.captured else "compiled",
             "products": dict(self.products),
             "river_kernel": plan.river,
             "river_products": dict(kinds),
             "quantiser": self.quantiser(),
             "reasons": [
                 *plan.reasons,
-                NATIVE.reason if self.compiled is not False else "Compiled layers are switched off.",
+                self._layers_reason(),
                 *self.product_reasons,
                 *([self.head_reason] if self.head_reason else []),
             ],
@@ -193,6 +265,20 @@ class Model:
             "cache": str(cache_dir()),
             "notes": list(self.notes),
         }
+
+    @property
+    def captured(self) -> bool:
+        """Whether layers are captured (on a GPU), rather than compiled."""
+        return isinstance(self.decoder.blocks.stack, GraphStack)
+
+    def _layers_reason(self) -> str:
+        if self.compiled is False:
+            return "Compiled layers are switched off."
+        if self.captured:
+            return "Runs of layers of one row are captured as CUDA graphs."
+        if self.plan.device.type == "cuda":
+            return "Layers will be captured as CUDA graphs when the first run begins; until then they run operation by operation."
+        return NATIVE.reason
 
     def quantiser(self) -> dict:
         """How the river was made."""
@@ -223,7 +309,8 @@ def load(
             it does not, with a note.
         threads: CPU threads; None = the cores that this process may really use.
         river_kernel: "auto" measures; "int4", "int8", "dequantised".
-        compiled: on a CPU, compile the layers in the background where there is a compiler, and use them from the first run after that.
+        compiled: on a CPU, compile the layers in the background where there is a compiler, and use them from the first run after that; on an NVIDIA GPU, capture them as
+            CUDA graphs.
         screen_head: with compiled code, find the greedy token by 8-bit scores and exact rows (see `screening`) where that is faster.
         progress: callable (stage, fraction or None, message); stages "download", "convert", "weights", "kernels", "river", "ready".
 
@@ -295,7 +382,7 @@ def load(
         path=checkpoint.path,
         notes=notes,
         load_seconds=seconds,
-        compiled=None if compiled and target.type == "cpu" else False,
+        compiled=None if compiled and target.type in ("cpu", "cuda") else False,
         screens=screen_head,
     )
 

@@ -22,6 +22,8 @@ class Floor:
     def __init__(self, model, repeats: int = 7):
         self.model, self.repeats = model, repeats
         self.layers = model.config.num_hidden_layers
+        # Captured layers start their kernels all at once; started one by one, the floor's own would take longer than a whole step.
+        self.capture = model.decoder.blocks.stack.capture if model.captured else None
 
     @torch.inference_mode()
     def measure(self, context: int) -> dict[str, float]:
@@ -50,11 +52,11 @@ class Floor:
                 ]
             )
             / self.layers,
-            "exit_test": self._time(lambda: [cosine(hidden, hidden) for _ in range(self.layers)]) / self.layers,
+            "exit_test": self._time(lambda: [cosine(hidden, hidden) for _ in range(self.layers)], waits=True) / self.layers,
         }
 
     def _products(self, blocks):
-        if blocks.stack is not None:
+        if blocks.stack is not None and not self.capture:
             return self._time(lambda: blocks.stack.products_only(0, self.layers))
         rows = {}
         for name in ("qkv", "o", "gate_up", "down"):
@@ -68,8 +70,10 @@ class Floor:
 
         return self._time(all_of_them)
 
-    def _time(self, work) -> float:
-        """Median milliseconds of some calls after one that warms up."""
+    def _time(self, work, waits: bool = False) -> float:
+        """Median milliseconds of some calls after one that warms up. waits: `work` waits for the device, so it cannot be captured."""
+        if self.capture and not waits:
+            work = self.capture(work)
         cuda = self.model.plan.device.type == "cuda"
         times = []
         for _ in range(self.repeats + 1):

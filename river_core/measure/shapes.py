@@ -152,5 +152,5 @@ def shaped_model(
     if compiled and target.type == "cpu":
         NATIVE.start(cache_dir() / "native")
     model = Model(f"{shape} (random weights)", "random", decoder, river, byte_tokenizer(), frozenset())
-    model.compiled, model.screens = (None if compiled and target.type == "cpu" else False), screen_head
+    model.compiled, model.screens = (None if compiled and target.type in ("cpu", "cuda") else False), screen_head
     return model

@@ -88,7 +88,7 @@ class Native:
                 tensors.append(nothing if product.bias is None else product.bias)
             norms = [block.input_norm, block.post_norm, nothing if block.qk_norm is None else block.qk_norm]
             made.add(tensors, groups, norms, window or 0, ours)
-        return made
+        return NativeStack(made)
 
     def _build(self, command, library):
         try:
@@ -111,6 +111,20 @@ class Native:
             self.state, self.reason = "failed", f"The compiled layers could not be loaded ({str(error)[:200]})."
         else:
             self.state, self.reason = "ready", "Layers of one row run in compiled code."
+
+
+class NativeStack:
+    """Compiled blocks, as `Blocks.stack` holds them."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def run(self, hidden_states, first, last, cache, entries, rows):
+        return self.code.run(hidden_states, first, last, cache.keys_values, entries, rows.rotation.cos, rows.rotation.sin), None
+
+    def products_only(self, first: int, last: int) -> None:
+        """The products of layers first .. last - 1 in the order of a step, on any input: the floor of that step."""
+        self.code.products_only(first, last)
 
 
 NATIVE = Native()

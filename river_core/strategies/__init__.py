@@ -136,10 +136,11 @@ class Strategy:
         limit = limit if forced is None else min(forced, limit)
         while depth < limit:
             stop = limit if forced is not None else min(rule.next_test(depth), limit)
-            states += decoder.run_blocks(decoder.blocks, depth, stop, states[-1], rows, cache, BACKBONE)
+            made = decoder.run_blocks(decoder.blocks, depth, stop, states[-1], rows, cache, BACKBONE)
+            states += made
             depth = stop
             if forced is None and depth < self.last:
-                leave, score = rule.should_exit(depth, states[-2], states[-1])
+                leave, score = rule.should_exit(depth, states[-2], states[-1], made.similarity)
                 if score is not None:
                     scores[depth] = score
                 if leave:

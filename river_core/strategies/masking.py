@@ -108,8 +108,7 @@ class MaskingStrategy(Strategy):
     """Blocks 1..e in the backbone, nothing above; head on the exit state."""
 
     def new_cache(self, capacity):
-        decoder = self.decoder
-        return CompactCache(decoder.config, capacity, decoder.plan.kv_dtype, decoder.device)
+        return self.decoder.new_cache(capacity, CompactCache)
 
     def step(self, token_id, position, index, cache):
         states, scores, _ = self.run_backbone([token_id], position, cache, self.rule, index)

@@ -45,7 +45,8 @@ class RecomputeStrategy(Strategy):
             if rows is None or joining:
                 rows = decoder.rows(first, position - first + 1, cache)
             before = hidden[-1:]
-            hidden = decoder.run_blocks(decoder.blocks, depth, depth + 1, hidden, rows, cache, BACKBONE)[-1]
+            made = decoder.run_blocks(decoder.blocks, depth, depth + 1, hidden, rows, cache, BACKBONE)
+            hidden = made[-1]
             layers_run += rows.count
             filled += [(p, depth, depth + 1, BACKBONE) for p in range(first, position)]
             depth += 1
@@ -53,7 +54,7 @@ class RecomputeStrategy(Strategy):
                 entry[1], entry[2] = depth, row
             states.append(hidden[-1:])
             if forced is None and depth < last:
-                leave, score = self.rule.should_exit(depth, before, hidden[-1:])
+                leave, score = self.rule.should_exit(depth, before, hidden[-1:], made.similarity)
                 if score is not None:
                     scores[depth] = score
                 if leave:
@@ -141,8 +142,8 @@ class _LastRow:
     def forced_depth(self, index):
         return 10**9 if self.rule is None else self.rule.forced_depth(index)
 
-    def should_exit(self, layer, h_in, h_out):
-        return self.rule.should_exit(layer, h_in[-1:], h_out[-1:])
+    def should_exit(self, layer, h_in, h_out, similarity=None):
+        return self.rule.should_exit(layer, h_in[-1:], h_out[-1:], similarity)
 
 
 def _merge(filled):
