@@ -22,6 +22,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--dtype", default="auto", help="auto, fp32, fp16 or bf16")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
+    parser.add_argument(
+        "--offload-after", type=int, metavar="N", help="keep N backbone layers in memory; bring the others back for tokens that need them"
+    )
     parser.add_argument("--no-browser", action="store_true", default=on_space, help="do not open a browser")
     return parser.parse_args(argv)
 
@@ -59,7 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     def load(progress):
         import river_core
 
-        return river_core.load(args.model, device=args.device, dtype=args.dtype, threads=args.threads, progress=progress)
+        options = {"device": args.device, "dtype": args.dtype, "threads": args.threads, "offload_after": args.offload_after}
+        return river_core.load(args.model, **options, progress=progress)
 
     def compare(*positional, **named):
         import river_core

@@ -43,6 +43,9 @@ def _parser():
     group.add_argument("--river-kernel", default="auto", help="auto (measured), int4, int8, dequantised")
     group.add_argument("--plain-layers", action="store_true", help="do not compile the decoder's layers, nor capture them as CUDA graphs")
     group.add_argument("--full-head", action="store_true", help="do not screen the LM head of greedy lanes")
+    group.add_argument(
+        "--offload-after", type=int, metavar="N", help="keep N backbone layers in memory; bring the others back for tokens that need them"
+    )
     group.add_argument("--threads", type=int, help="CPU threads (default: the cores this process may use)")
 
     decode = argparse.ArgumentParser(add_help=False)
@@ -188,7 +191,7 @@ def _load(args, shape: str | None = None):
     """The model of the options, or random weights of a shape."""
     from river_core.model import load
 
-    names = ("device", "dtype", "bits", "group_size", "threads", "river_kernel")
+    names = ("device", "dtype", "bits", "group_size", "threads", "river_kernel", "offload_after")
     options = {name: getattr(args, name) for name in names} | {"compiled": not args.plain_layers, "screen_head": not args.full_head}
     with Progress() as progress:
         if shape:
@@ -308,6 +311,7 @@ def _facts(trace) -> dict:
                 "first_difference": trace.first_difference(lane["id"]),
                 "agreement": trace.agreement(lane["id"]),
                 "drafts": run.drafts,
+                "fetched": run.fetched,
                 "kv": run.fidelity and run.fidelity["mean"] | {"holes": run.fidelity["holes"]},
             }
         )
@@ -347,6 +351,9 @@ def _summary(trace, file) -> None:
             print(
                 f"  drafts: {facts['accepted']} of {facts['drafted']} accepted, {facts['tokens_per_cycle']:.2f} tokens per cycle", file=file
             )
+        if lane["fetched"]:
+            facts = lane["fetched"]
+            print(f"  offloaded layers brought back per token: {facts['layers']:.2f}, {facts['bytes'] / 1e6:.1f} MB", file=file)
         if lane["agreement"] and lane["kv"]:
             print(
                 f"  on the backbone's text: top-1 agreement {lane['agreement']['top1']:.3f}, KL {lane['agreement']['kl']:.3f} nats, K cosine {lane['kv']['k_cos']:.4f}, "
@@ -415,6 +422,12 @@ def _doctor(args) -> int:
         print(f"{'why':<16} {reason}")
     megabytes = {name: facts[f"{name}_bytes"] / 1e6 for name in ("backbone", "river", "head")}
     print(f"{'memory':<16} " + ", ".join(f"{name} {size:.0f} MB" for name, size in megabytes.items()) + " (computed from shapes)")
+    if facts["offload"]:
+        away = facts["offload"]
+        print(
+            f"{'offloaded':<16} {away['layers']} backbone layers, {away['bytes'] / 1e6:.0f} MB, to {away['to']}; "
+            f"{away['resident_bytes'] / 1e6:.0f} MB of them in memory ({away['how']})"
+        )
     print(f"{'load':<16} " + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in facts["load_seconds"].items()))
     print(f"{'cache':<16} {facts['cache']}")
     for note in facts["notes"]:

@@ -4,6 +4,7 @@ Shapes: T rows (1 when decoding, the prompt's length when prefilling), d = hidde
 float32 whatever the products compute in; there is no batch axis, because every lane decodes one sequence.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,9 +109,23 @@ class Blocks(list):
 
     A stack has `run(hidden_states, first, last, cache, entries, rows)`, which does for one row what `Decoder.run_blocks` does, except for noting the owner, and
     returns the states and the similarity of `States`; `entries` are those of `KVCache.entries_at`.
+
+    offload: what brings the blocks from `resident` on back into memory (see `river_core.offload`); None: all of them are always there.
     """
 
     stack = None
+    offload = None
+
+    @property
+    def resident(self) -> int:
+        """How many blocks, from the first on, are always in memory."""
+        return len(self) if self.offload is None else self.offload.after
+
+    def at(self, layer: int, names=("qkv", "o", "gate_up", "down"), following: bool = False):
+        """A block whose products `names` are in memory while the context lasts; `following`: the next block is certain to be asked for too."""
+        if layer < self.resident:
+            return contextlib.nullcontext(self[layer])
+        return self.offload.layer(layer, names, following)
 
 
 class States(list):
@@ -187,12 +202,13 @@ class Decoder:
         weights: the checkpoint's tensors under transformers' names.
         plan: dtypes, kernels and device.
         progress: called with the fraction of layers that are in place.
+        offload: an `Offload`, which takes the blocks from its depth on, one by one as they are made; None = all stay.
 
     Raises:
         LoadError: an architecture that is not supported, or a checkpoint that lacks a tensor.
     """
 
-    def __init__(self, config, weights: dict[str, torch.Tensor], plan: KernelPlan, progress=None):
+    def __init__(self, config, weights: dict[str, torch.Tensor], plan: KernelPlan, progress=None, offload=None):
         self.config = DecoderConfig.from_transformers(config)
         self.plan = plan
         self.device = plan.device
@@ -203,9 +219,11 @@ class Decoder:
         try:
             self.norms = [self._norms(weights, layer) for layer in range(c.num_hidden_layers)]
             self.blocks = Blocks()
+            self.blocks.offload = offload
             for layer in range(c.num_hidden_layers):
                 tensors = BlockWeights.read(weights, layer)
-                self.blocks.append(self.make_block(layer, lambda name, tensors=tensors: plan.dense(*getattr(tensors, name))))
+                block = self.make_block(layer, lambda name, tensors=tensors: plan.dense(*getattr(tensors, name)))
+                self.blocks.append(block if offload is None or layer < offload.after else offload.take(layer, block))
                 if progress:
                     progress((layer + 1) / c.num_hidden_layers)
             self.final_norm = weights["model.norm.weight"].to(plan.device, torch.float32)
@@ -270,6 +288,29 @@ class Decoder:
         Returns:
             the hidden states after each of them, [T, d] float32.
         """
+        offload = getattr(blocks, "offload", None)
+        if offload is not None and last > offload.after:
+            return self._run_offloaded(blocks, first, last, hidden_states, rows, cache, owner)
+        return self._run_in_place(blocks, first, last, hidden_states, rows, cache, owner)
+
+    def _run_offloaded(self, blocks, first, last, hidden_states, rows, cache, owner):
+        """`run_blocks` where some are not in memory: those that are in one go, then the others one by one as they come back."""
+        offload = blocks.offload
+        states = States()
+        if first < offload.after:
+            states = self._run_in_place(blocks, first, offload.after, hidden_states, rows, cache, owner)
+        for layer in range(max(first, offload.after), last):
+            before = states[-1] if states else hidden_states
+            with blocks.at(layer, following=layer + 1 < last) as block:
+                if offload.in_place:
+                    states += self._run_in_place(blocks, layer, layer + 1, before, rows, cache, owner)
+                else:
+                    states.append(self.run_block(block, layer, before, rows, cache, owner))
+            states.similarity = None  # of the last layer, which captured code has not run
+        return states
+
+    def _run_in_place(self, blocks, first, last, hidden_states, rows, cache, owner):
+        """`run_blocks` where every block asked for is in memory."""
         stack = getattr(blocks, "stack", None)
         if stack is not None and rows.count == 1 and last > first:
             entries = cache.entries_at(first, last, rows.start, self.windows)

@@ -9,7 +9,7 @@ import torch
 from river_core.errors import InputError
 from river_core.lane import Lane, SharedPrefill
 from river_core.methods import Method, parse_methods
-from river_core.model import peak_memory
+from river_core.model import memory_facts
 from river_core.same_text import Follow, order, same_text
 from river_core.same_text import check as check_same_text
 from river_core.sampling import Sampling
@@ -118,7 +118,7 @@ def compare(
         if event is None:
             return
         if event["type"] == "done":
-            event["memory"] = peak_memory(model.plan.device)
+            event["memory"] = memory_facts(model)
         yield event
 
 
@@ -204,7 +204,9 @@ def _header(model, prompt, prompt_ids, methods, max_new_tokens, sampling, chat, 
         "dtype": facts["dtype"], "prefill_dtype": facts["prefill_dtype"], "kv_dtype": facts["kv_dtype"],
         "kernels": {"layers": facts["layers"], "head": facts["head"], "river": facts["river_kernel"], "products": facts["river_products"], "loops": facts["products"], "reasons": facts["reasons"]},
         "quantiser": facts["quantiser"],
-        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes},
+        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes,
+                  **({"offloaded": facts["offload"]["bytes"]} if facts["offload"] else {})},
+        **({"offload": facts["offload"]} if facts["offload"] else {}),
         "prompt": prompt, "chat": chat, "prompt_ids": list(prompt_ids), "prompt_pieces": pieces(model.tokenizer, prompt_ids),
         "max_new_tokens": max_new_tokens, "sampler": sampling.describe(), "seed": sampling.seed, "prefill": prefill,
         "timing": {"mode": timing, "protocol": TIMING[timing], "repeats": 1,

@@ -52,6 +52,10 @@ class Lane:
         self.token_ids: list[int] = []
         self.clock_ns = 0
         self.decode_ns = 0
+        self.offload = model.decoder.blocks.offload
+        self.fetched = self.fetched_bytes = (
+            0  # by the lane's tokens; those of a shared prompt pass count for every lane that starts from it, as its time does
+        )
         self.finished: str | None = None
         self.last_logits: torch.Tensor | None = None
         self.depths: dict[int, int] = {}  # exit depth by token index, for lanes that follow this one
@@ -156,12 +160,14 @@ class Lane:
         return {
             "type": "end", "lane": self.id, "reason": reason, "tokens": len(self.token_ids), "decode_ns": self.decode_ns,
             "rest": rest, "text": self.stream.written + rest, "message": message, "kv_bytes": self.cache.nbytes if self.cache else 0,
+            **({"fetched": self.fetched, "fetched_bytes": self.fetched_bytes} if self.offload else {}),
         }  # fmt: skip
 
     def _timed(self, work):
         """Do some decoding, token draws included, and measure it as engine time; `work` returns its steps."""
         self.strategy.begin()
         self._synchronise()
+        before = self.offload.since() if self.offload else None
         start = time.perf_counter_ns()
         steps = work()
         self._synchronise()
@@ -170,7 +176,16 @@ class Lane:
         logits = self.strategy.all_logits()
         if logits is not None:
             steps[-1].logits = logits
+        if self.offload:
+            self._note_fetched(steps, *self.offload.since(before))
         return steps, elapsed
+
+    @staticmethod
+    def _note_fetched(steps, layers: int, nbytes: int) -> None:
+        """Offloaded layers that a step brought back; of tokens that were made together, the first one carries them."""
+        for step in steps:
+            step.facts = {**step.facts, "fetched": layers, "fetched_bytes": nbytes}
+            layers = nbytes = 0
 
     def _split(self, start: int) -> dict[str, int] | None:
         """Nanoseconds by part since `start`, from the strategy's marks; None on a GPU, whose work is only begun when a mark is set."""
@@ -195,6 +210,8 @@ class Lane:
         index = len(self.token_ids)
         self.token_ids.append(token)
         self.depths[index] = step.exit_layer
+        self.fetched += step.facts.get("fetched", 0)
+        self.fetched_bytes += step.facts.get("fetched_bytes", 0)
         top = torch.softmax(step.logits, -1).topk(min(TOP, step.logits.shape[-1]))
         candidates = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         if token in self.model.eos_token_ids:

@@ -17,6 +17,7 @@ from river_core.kernels import Dense, Int4, KernelPlan, choose_kernels, time_on_
 from river_core.kv_cache import BACKBONE, RIVER
 from river_core.loading import available_memory, cache_dir, load_checkpoint
 from river_core.native import NATIVE
+from river_core.offload import check_offload, make_offload
 from river_core.river import River
 from river_core.screening import Screen
 
@@ -165,7 +166,7 @@ class Model:
 
     def _compiled(self, blocks):
         """Compiled code for `_attach`, with the faster kind of products on this machine."""
-        some = Blocks(blocks[: _from_memory(blocks)])
+        some = Blocks(blocks[: max(1, min(_from_memory(blocks), blocks.resident))])
         stacks = {kind: NATIVE.stack(self.decoder, some, kind == "ours") for kind in ("ours", "ATen's")}
         took = {kind: _products_us(stack, len(some)) for kind, stack in stacks.items() if stack is not None}
         if not took:
@@ -209,6 +210,12 @@ class Model:
     def kv_slot_bytes(self) -> int:
         """Bytes of the keys and values of one layer at one position."""
         return 2 * self.config.num_key_value_heads * self.config.head_dim * self.plan.kv_dtype.itemsize
+
+    @property
+    def backbone_bytes(self) -> int:
+        """Bytes of the backbone's layers in memory: all of them, or those that stay and room for the offloaded ones that are brought back."""
+        blocks = self.decoder.blocks
+        return sum(block.nbytes for block in blocks[: blocks.resident]) + (blocks.offload.most_bytes if blocks.offload else 0)
 
     @property
     def calibrated(self) -> bool:
@@ -258,7 +265,8 @@ class Model:
                 *([self.head_reason] if self.head_reason else []),
             ],
             "measured_us": {name: round(us, 1) for name, us in plan.measured_us.items()},
-            "backbone_bytes": sum(block.nbytes for block in self.decoder.blocks),
+            "backbone_bytes": self.backbone_bytes,
+            "offload": self.decoder.blocks.offload.describe() if self.decoder.blocks.offload else None,
             "river_bytes": self.river.nbytes,
             "head_bytes": self.decoder.lm_head.nbytes + (self.decoder.screen.nbytes if self.decoder.screen else 0),
             "load_seconds": {stage: round(seconds, 2) for stage, seconds in self.load_seconds.items()},
@@ -296,6 +304,7 @@ def load(
     river_kernel: str = "auto",
     compiled: bool = True,
     screen_head: bool = True,
+    offload_after: int | None = None,
     progress=None,
 ) -> Model:
     """Load a model, quantise its river, and choose kernels for this machine.
@@ -312,6 +321,8 @@ def load(
         compiled: on a CPU, compile the layers in the background where there is a compiler, and use them from the first run after that; on an NVIDIA GPU, capture them as
             CUDA graphs.
         screen_head: with compiled code, find the greedy token by 8-bit scores and exact rows (see `screening`) where that is faster.
+        offload_after: keep only the first so many backbone layers in memory, and bring the others back for tokens that need them (see `offload`); None
+            and the number of layers: all stay.
         progress: callable (stage, fraction or None, message); stages "download", "convert", "weights", "kernels", "river", "ready".
 
     Returns:
@@ -336,6 +347,7 @@ def load(
     checkpoint = load_checkpoint(name, progress=progress, check=check_supported)
     clock.done("weights")
     config, notes = checkpoint.config, list(checkpoint.notes)
+    check_offload(offload_after, config.num_hidden_layers, target)
     # Fused matrices have three input widths: d, the attention heads, and the intermediate size; groups must divide all of them.
     sizes = DecoderConfig.from_transformers(config)
     widths = (sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim, sizes.intermediate_size)
@@ -354,19 +366,20 @@ def load(
     available = available_memory()
     plan = dataclasses.replace(plan, keep_many=plan.many_dtype != plan.dtype and available is not None and 4 * size < available)
     clock.done("kernels")
-    decoder = _build_decoder(checkpoint, plan, report)
+    decoder = _build_decoder(checkpoint, plan, report, offload_after)
     if not _finite(decoder) and dtype == "auto" and plan.dtype == torch.float16:
         reason = "decode in bf16: this model's activations overflow fp16"
         plan = dataclasses.replace(
             plan, dtype=torch.bfloat16, many_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, reasons=(reason, *plan.reasons[1:])
         )
-        decoder = _build_decoder(checkpoint, plan, report)
+        decoder = _build_decoder(checkpoint, plan, report, offload_after)
     clock.done("backbone")
     # Codes are kept from one start to the next only where it is certain what they are codes of.
     sha = checkpoint.sha256
     store = cache_dir() / "rivers" / f"{sha[:32]}-{bits}-{plan.group_size or 'row'}.safetensors" if sha else None
     river = River(decoder, checkpoint.weights, lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"), store)
     clock.done("river")
+    notes += offload_notes(decoder)
     if compiled and target.type == "cpu":
         NATIVE.start(cache_dir() / "native")
     report("ready", 1.0, f"{checkpoint.name} is ready")
@@ -401,11 +414,28 @@ def _table_us(took: dict[str, float]) -> str:
     return ", ".join(f"{us:.0f} us with {kind}" for kind, us in took.items())
 
 
-def _build_decoder(checkpoint, plan, report):
+def _build_decoder(checkpoint, plan, report, offload_after):
     def progress(fraction):
         report("weights", fraction, f"placing weights, {round(100 * fraction)} %")
 
-    return Decoder(checkpoint.config, checkpoint.weights, plan, progress)
+    offload = make_offload(offload_after, checkpoint.config.num_hidden_layers, plan.device, offload_folder())
+    return Decoder(checkpoint.config, checkpoint.weights, plan, progress, offload)
+
+
+def offload_folder() -> Path:
+    """Where a CPU's offloaded layers are written."""
+    return cache_dir() / "offload"
+
+
+def offload_notes(decoder: Decoder) -> list[str]:
+    """A sentence for the user where offloaded layers have not left memory; asked when nothing runs."""
+    facts = decoder.blocks.offload.describe() if decoder.blocks.offload else None
+    if not facts or facts["to"] != "file" or facts["resident_bytes"] < facts["bytes"] / 10:
+        return []
+    return [
+        f"{facts['resident_bytes'] / 1e6:.0f} of {facts['bytes'] / 1e6:.0f} MB of offloaded layers are still in memory: the cache folder does not lie on a disk, "
+        "or its file system keeps what it reads. RIVER_CACHE moves it."
+    ]
 
 
 @torch.inference_mode()
@@ -479,6 +509,12 @@ def available_cores() -> int:
         if quota != "max":
             cores = min(cores, max(1, round(int(quota) / int(period))))
     return int(os.environ.get("CPU_CORES") or cores) if os.environ.get("SPACE_ID") else cores
+
+
+def memory_facts(model: Model) -> dict | None:
+    """`peak_memory`, and of a model with offloaded layers "offload": as `Offload.describe` has it, at this moment."""
+    peak, offload = peak_memory(model.plan.device), model.decoder.blocks.offload
+    return {**(peak or {}), "offload": offload.describe()} if offload else peak
 
 
 def peak_memory(device: torch.device) -> dict | None:

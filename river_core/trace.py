@@ -72,6 +72,14 @@ class LaneTrace:
         return {"drafted": drafted, "accepted": accepted, "cycles": len(cycles), "tokens_per_cycle": self.decode_steps / len(cycles)}
 
     @property
+    def fetched(self) -> dict | None:
+        """Of a lane over a backbone with offloaded layers: layers and bytes brought back per decode step; None for others."""
+        if not self.steps or "fetched" not in self.steps[0]:
+            return None
+        layers, size = (sum(token[key] for token in self.steps) / self.decode_steps for key in FETCHED)
+        return {"layers": layers, "bytes": size}
+
+    @property
     def mean_depth(self) -> float | None:
         """Mean exit depth of the decode steps."""
         depths = [token["exit_layer"] for token in self.steps]
@@ -252,6 +260,10 @@ def _check_lane(lane: dict, layers: int, prompt: int) -> None:
             isinstance(filled, list) and all(isinstance(f, list) and len(f) == 4 and _owners([[*f[1:], f[0]]], layers) for f in filled),
             f"The trace is damaged: filled of {place} is not a list of slots",
         )
+        _need(
+            all(isinstance(token.get(key, 0), int) for key in FETCHED),
+            f"The trace is damaged: fetched of {place} is not a number of layers",
+        )
         for key, parts in (("split", SPLIT_FIELDS), ("fidelity", {"agrees": bool, "kl": (int, float)}), ("cycle", CYCLE_FIELDS)):
             if key in token:
                 _check(token[key], parts, f"{key} of {place}")
@@ -278,6 +290,7 @@ def _check_lane(lane: dict, layers: int, prompt: int) -> None:
 
 
 SPLIT_FIELDS = {"backbone_ns": int, "river_ns": int, "head_ns": int}
+FETCHED = ("fetched", "fetched_bytes")
 CYCLE_FIELDS = {"number": int, "drafted": int, "accepted": int}
 FIDELITY_ROWS = ("k_cos", "v_cos", "k_err", "v_err")
 

@@ -266,6 +266,7 @@ function extraFacts(token, lane) {
   }
   if (token.cycle) facts.push(fact("Draft", `${token.cycle.accepted} of ${token.cycle.drafted} accepted in cycle ${token.cycle.number}`));
   if (token.pending !== undefined) facts.push(fact("Pending", `${token.pending} tokens wait for their missing layers`));
+  if (token.fetched !== undefined) facts.push(fact("Brought back", `${token.fetched} offloaded layers, ${(token.fetched_bytes / 1e6).toFixed(1)} MB`));
   if (token.filled) facts.push(fact("Filled now", `slots of ${new Set(token.filled.map(([position]) => position)).size} earlier tokens`));
   return facts;
 }

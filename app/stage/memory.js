@@ -36,7 +36,8 @@ export function memoryParts(run, whole, live) {
     const what = whole.memory.of === "device" ? "Rest of the peak: buffers" : "Rest of the peak: program, libraries, buffers, the file’s pages";
     parts.push({ name: what, kind: "rest", bytes: peak - sum, how: "computed" });
   }
-  return { parts, peak, of: whole.memory?.of ?? null, sum, measured };
+  const offloaded = typeof sizes.offloaded === "number" ? sizes.offloaded : 0;
+  return { parts, peak, of: whole.memory?.of ?? null, sum, measured, offloaded };
 }
 
 /** The meter. Returns `element` and `draw(run, whole, live)`. */
@@ -68,11 +69,12 @@ export function createMemory() {
   let builtFor = "";
   let helds = new Map();
 
-  function build({ parts, peak, of, sum, measured }) {
+  function build({ parts, peak, of, sum, measured, offloaded }) {
     helds = new Map();
     setText(tag, measured);
     const least = peak === null ? "" : `peak of the ${of} ${bytesWords(peak)} · `;
-    setText(total, `${least}parts named here ${bytesWords(sum)}`);
+    const away = offloaded ? ` · ${bytesWords(offloaded)} of the backbone offloaded` : "";
+    setText(total, `${least}parts named here ${bytesWords(sum)}${away}`);
     bar.replaceChildren(
       ...parts.map((part) => {
         const piece = el("span", { class: `memory-${part.kind}`, title: `${part.name}: ${bytesWords(part.bytes)}, ${part.how}` });

@@ -41,8 +41,8 @@ class Floor:
         head = decoder.screen if decoder.screen is not None and decoder.screen(normed) is not None else decoder.lm_head
         as_floats = cache.keys_values.view(torch.float32) if c.head_dim * cache.keys_values.element_size() % 4 == 0 else cache.keys_values
         return {
-            "backbone": self._products(decoder.blocks) / self.layers,
-            "river": self._products(self.model.river.blocks) / self.layers,
+            "backbone": self._products(decoder.blocks),
+            "river": self._products(self.model.river.blocks),
             "head": self._time(lambda: head(normed)),
             "kv_read": self._time(lambda: as_floats.sum()) / self.layers,
             "attention": self._time(
@@ -56,8 +56,14 @@ class Floor:
         }
 
     def _products(self, blocks):
-        if blocks.stack is not None and not self.capture:
-            return self._time(lambda: blocks.stack.products_only(0, self.layers))
+        # Of a backbone with offloaded layers, those that stay; the first one is brought back if none does.
+        with blocks.at(0) as first:
+            count = max(1, blocks.resident)
+            if blocks.stack is not None and not self.capture:
+                return self._time(lambda: blocks.stack.products_only(0, count)) / count
+            return self._products_in_place([first, *blocks[1:count]])
+
+    def _products_in_place(self, blocks):
         rows = {}
         for name in ("qkv", "o", "gate_up", "down"):
             product = getattr(blocks[0], name)
@@ -68,7 +74,7 @@ class Floor:
                 for name, x in rows.items():
                     getattr(block, name)(x)
 
-        return self._time(all_of_them)
+        return self._time(all_of_them) / len(blocks)
 
     def _time(self, work, waits: bool = False) -> float:
         """Median milliseconds of some calls after one that warms up. waits: `work` waits for the device, so it cannot be captured."""

@@ -11,8 +11,9 @@ from river_core.errors import InputError, LoadError
 from river_core.hqq import Quantised
 from river_core.kernels import KernelPlan, choose_kernels
 from river_core.loading import available_memory, cache_dir
-from river_core.model import DTYPES, Model, resolve_device, set_threads
+from river_core.model import DTYPES, Model, offload_folder, offload_notes, resolve_device, set_threads
 from river_core.native import NATIVE
+from river_core.offload import ROOM, make_offload
 from river_core.river import River
 
 
@@ -99,6 +100,15 @@ def _tensors(config):
         yield f"{prefix}mlp.down_proj.weight", (d, wide)
 
 
+def bytes_needed(config, itemsize: int, offload_after: int | None = None) -> float:
+    """Bytes that a model of a config takes: weights of `itemsize` bytes each and its river; without the layers that are offloaded."""
+    sizes = {name: torch.Size(shape).numel() for name, shape in _tensors(config)}
+    river = 1.1 * sum(sizes.values())  # its packed codes and those that its prefill needs are half a byte each
+    layer = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
+    away = 0 if offload_after is None else max(0, config.num_hidden_layers - offload_after - ROOM) * layer
+    return itemsize * (sum(sizes.values()) - away) + river
+
+
 def byte_tokenizer(special=()) -> PreTrainedTokenizerFast:
     """A tokenizer of single bytes and some special tokens."""
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -120,6 +130,7 @@ def shaped_model(
     river_kernel="auto",
     compiled=True,
     screen_head=True,
+    offload_after=None,
     progress=None,
 ) -> Model:
     """A model of a published shape with random weights: right for speed, and for nothing else.
@@ -139,18 +150,18 @@ def shaped_model(
     plan = choose_kernels(
         target, config.hidden_size, config.intermediate_size, "auto" if dtype == "auto" else DTYPES[dtype], bits, group_size, river_kernel
     )
-    size = sum(torch.Size(shape).numel() for _, shape in _tensors(config))
-    needed = size * (plan.dtype.itemsize + 1.1)  # the river's packed codes and those that its prefill needs are half a byte each
+    offload = make_offload(offload_after, config.num_hidden_layers, target, offload_folder())
+    needed = bytes_needed(config, plan.dtype.itemsize, offload.after if offload else None)
     available = available_memory()
     if target.type == "cpu" and available is not None and needed > 0.9 * available:
         raise LoadError(f"The shape {shape} needs about {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are free.")
     plan = RandomPlan(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
     torch.manual_seed(0)
     weights = Weights(config, plan.dtype, target)
-    decoder = Decoder(config, weights, plan, lambda f: report("weights", f, f"making weights, {round(100 * f)} %"))
+    decoder = Decoder(config, weights, plan, lambda f: report("weights", f, f"making weights, {round(100 * f)} %"), offload)
     river = River(decoder, weights, lambda f: report("river", f, f"making the river, {round(100 * f)} %"))
     if compiled and target.type == "cpu":
         NATIVE.start(cache_dir() / "native")
-    model = Model(f"{shape} (random weights)", "random", decoder, river, byte_tokenizer(), frozenset())
+    model = Model(f"{shape} (random weights)", "random", decoder, river, byte_tokenizer(), frozenset(), notes=offload_notes(decoder))
     model.compiled, model.screens = (None if compiled and target.type in ("cpu", "cuda") else False), screen_head
     return model

@@ -14,6 +14,7 @@ class PropagationStrategy(Strategy):
     def step(self, token_id, position, index, cache):
         states, scores, rows = self.run_backbone([token_id], position, cache, self.rule, index)
         for layer in range(len(states) - 1, self.last):
-            self.decoder.write_keys_values(self.decoder.blocks[layer], layer, states[-1], rows, cache, PROPAGATED)
+            with self.decoder.blocks.at(layer, ("qkv",), following=layer + 1 < self.last) as block:
+                self.decoder.write_keys_values(block, layer, states[-1], rows, cache, PROPAGATED)
         self.mark("backbone")
         return self.leave(states, scores, position, cache)
