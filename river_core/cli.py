@@ -1,4 +1,4 @@
-"""The command line: generate, compare, record, bench, fidelity, sweep, figures, gpu-check, doctor."""
+"""The command line: generate, compare, record, bench, memory, fidelity, sweep, figures, gpu-check, doctor."""
 
 import argparse
 import json
@@ -98,6 +98,22 @@ def _parser():
     speed.add_argument("--context", metavar="LENGTHS", help="comma-separated prompt lengths to go through, such as 64,512,2048")
     speed.add_argument("--json", action="store_true")
     speed.set_defaults(run=_bench)
+
+    held = commands.add_parser(
+        "memory", parents=[model], help="measure memory against context length, and what offloading the backbone costs"
+    )
+    held.add_argument("--contexts", default="1024,4096,8192,16384,32768,65536", metavar="LENGTHS", help="comma-separated, in tokens")
+    held.add_argument(
+        "--shape", metavar="NAME", help="a published shape, such as llama3.1-8b: random weights, or computed where it does not fit"
+    )
+    held.add_argument("--computed", action="store_true", help="with --shape: compute from its sizes in any case, and allocate nothing")
+    held.add_argument(
+        "--methods", default="backbone,int4,river", help="whose speed is compared with and without offloading, or none: " + METHOD_HELP
+    )
+    held.add_argument("--tokens", type=int, default=64)
+    held.add_argument("--repeats", type=int, default=5)
+    held.add_argument("--json", action="store_true")
+    held.set_defaults(run=_memory)
 
     same = commands.add_parser(
         "fidelity", parents=[model], help="agreement and KV error of every strategy on the same text and the same exits"
@@ -380,6 +396,46 @@ def _bench(args) -> int:
     )
     print(json.dumps(result, indent=1) if args.json else format_bench(result))
     return 0
+
+
+def _memory(args) -> int:
+    from river_core.measure.memory import format_memory, memory, memory_of_shape
+
+    contexts = [_count(length, "--contexts") for length in _names(args.contexts)]
+    after, args.offload_after = args.offload_after, None  # the plain model is measured too, and the other one made from it
+    config = _computed_shape(args)
+    if config is not None:
+        from river_core.model import DTYPES
+
+        dtype = DTYPES["bfloat16" if args.dtype == "auto" else args.dtype]
+        result = memory_of_shape(args.shape, config, dtype, after, contexts, args.bits, args.group_size)
+    else:
+        methods = () if args.methods == "none" else _names(args.methods)
+        model = _load(args, args.shape)
+        result = memory(model, after, contexts, methods, args.tokens, args.repeats, report=_say)
+    print(json.dumps(result, indent=1) if args.json else format_memory(result))
+    return 0
+
+
+def _computed_shape(args):
+    """The config of a shape that is only to be computed, because that was asked for or because this machine cannot hold it; None otherwise."""
+    if not args.shape:
+        if args.computed:
+            raise InputError("--computed goes with --shape; a model of its own is measured.")
+        return None
+    from river_core.loading import available_memory
+    from river_core.measure.shapes import SHAPES, bytes_needed
+    from river_core.model import DTYPES
+
+    if args.shape not in SHAPES:
+        raise InputError(f"There is no shape {args.shape[:40]!r}; choose from {', '.join(SHAPES)}.")
+    if args.dtype != "auto" and args.dtype not in DTYPES:
+        raise InputError(f"dtype must be auto, float16, bfloat16 or float32, not {args.dtype!r}.")
+    config, free = SHAPES[args.shape](), available_memory()
+    itemsize = 2 if args.dtype == "auto" else DTYPES[args.dtype].itemsize
+    if args.computed or free is None or bytes_needed(config, itemsize) > 0.7 * free:
+        return config
+    return None
 
 
 def _sweep(args) -> int:
