@@ -115,9 +115,13 @@ class Int4:
         self.blocks: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Codes and scales, as often as they are held."""
+        return self.blocks or (self.packed, self.codes, self.scales_and_zeros)
+
+    @property
     def nbytes(self):
-        held = (self.packed, self.codes, self.scales_and_zeros, *(self.blocks or ()))
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def in_blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales as compiled code reads them (native/products.h): uint8 [N / 16, K / 8, 64], bfloat16 [N / 16, K / g, 2, 16]."""
@@ -131,7 +135,7 @@ class Int4:
     def adopt(self) -> None:
         """Multiply in compiled code from now on, and hold the codes in its layout only: half the memory."""
         self.blocks = self.in_blocks()
-        self.packed = self.codes = None
+        self.packed = self.codes = self.scales_and_zeros = None
         self.dtype = torch.float32
 
     def _codes(self):
@@ -146,8 +150,10 @@ class Int4:
         """The weights that the kernel multiplies with, [N, K] in `dtype`: codes with the scales and shifts as it holds them."""
         rows, columns = self.shape
         codes = self._codes().view(rows, -1, self.group_size)
-        scales = self.scales_and_zeros[..., 0].t().to(torch.float32).unsqueeze(-1)
-        shifts = self.scales_and_zeros[..., 1].t().to(torch.float32).unsqueeze(-1)
+        if self.blocks is None:
+            scales, shifts = self.scales_and_zeros.permute(2, 1, 0).to(torch.float32).unsqueeze(-1)
+        else:
+            scales, shifts = self.blocks[1].permute(2, 0, 3, 1).reshape(2, rows, -1, 1).to(torch.float32)
         return ((codes.to(torch.float32) - 8.0) * scales + shifts).view(rows, columns).to(dtype)
 
     def __call__(self, x):

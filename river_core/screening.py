@@ -31,8 +31,13 @@ class Screen:
             self.sums[rows] = codes.sum(1)
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is held beside the head itself."""
+        return self.codes, self.scales, self.errors, self.norms, self.sums
+
+    @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.errors, self.norms, self.sums))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """Logits [V] with the exact values of every row that may be the largest and minus infinity elsewhere; None if those are too many.
@@ -40,7 +45,7 @@ class Screen:
         Args:
             x: [1, d], the head's input after the final norm, in the head's dtype.
         """
-        rows, exact = torch.ops.river_native.screen(x, self.codes, self.scales, self.errors, self.norms, self.sums, self.weight, MOST)
+        rows, exact = torch.ops.river_native.screen(x, *self.tensors, self.weight, MOST)
         if not len(rows):
             return None
         return torch.full((len(self.weight),), -torch.inf).index_copy_(0, rows, exact)

@@ -33,8 +33,7 @@ class Floor:
         cache = decoder.new_cache(context)
         cache.keys_values.normal_()
         hidden = torch.randn(1, c.hidden_size, device=decoder.device)
-        queries = torch.randn(1, c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, c.head_dim).to(cache.keys_values)
-        keys = cache.keys_values[:, :, None].unbind(1)
+        queries = torch.randn(c.num_attention_heads, c.head_dim, device=decoder.device)
         # A state that the head has seen: on noise hardly any row could be ruled out, and screening would measure its worst case.
         answered = decoder.forward([1], 0, decoder.new_cache(1))
         normed = rms_norm(answered, decoder.final_norm, c.rms_norm_eps, decoder.lm_head.dtype)
@@ -45,15 +44,21 @@ class Floor:
             "river": self._products(self.model.river.blocks),
             "head": self._time(lambda: head(normed)),
             "kv_read": self._time(lambda: as_floats.sum()) / self.layers,
-            "attention": self._time(
-                lambda: [
-                    torch.nn.functional.scaled_dot_product_attention(queries, k, v)
-                    for k, v in zip(*(part.unbind(0) for part in keys), strict=True)
-                ]
-            )
-            / self.layers,
+            "attention": self._attention(cache, queries) / self.layers,
             "exit_test": self._time(lambda: [cosine(hidden, hidden) for _ in range(self.layers)], waits=True) / self.layers,
         }
+
+    def _attention(self, cache, queries):
+        """One row over every layer of a full cache, in the way of a step."""
+        if self.model.compiled and not self.model.captured:
+            layers = cache.keys_values.unbind(0)
+            return self._time(lambda: [torch.ops.river_native.attend(queries, layer) for layer in layers])
+        heads = cache.keys_values.shape[2]
+        keys, values = (part.unbind(0) for part in cache.keys_values[:, :, None].unbind(1))
+        grouped = queries.view(1, heads, -1, queries.shape[1]).to(cache.keys_values.dtype)
+        return self._time(
+            lambda: [torch.nn.functional.scaled_dot_product_attention(grouped, k, v) for k, v in zip(keys, values, strict=True)]
+        )
 
     def _products(self, blocks):
         # Of a backbone with offloaded layers, those that stay; the first one is brought back if none does.

@@ -27,7 +27,7 @@ PARTS = ("backbone", "river", "head", "kv")
 NEEDS_OF = {
     "backbone": "backbone, head, cache",
     "int4": "river, head, cache; the prompt goes through the twins too (--prefill sequence)",
-    "river": "backbone, river (packed codes for one row, and the codes once more for many), head, cache",
+    "river": "backbone, river, head, cache",
     "river, offloaded": "the layers that stay, room for two, river, head, cache",
     "masking": "backbone, head, the share of the cache that this method filled on the prompt below; its cache is allocated whole all the same",
 }
@@ -55,11 +55,12 @@ class Sizes:
         return self.layer * (self.layers if after is None else after + min(ROOM, self.layers - after))
 
 
-def computed_sizes(c: DecoderConfig, plan: KernelPlan, tied: bool, screened: bool = False) -> Sizes:
+def computed_sizes(c: DecoderConfig, plan: KernelPlan, tied: bool, screened: bool = False, in_blocks: bool = False) -> Sizes:
     """From a model's sizes alone; nothing is allocated. Biases and norms, some thousandths, are left out.
 
     Args:
         plan: dtypes, kernel and groups of the products. tied: the embedding is the head. screened: the head has its 8-bit copy.
+        in_blocks: 4-bit codes are held once, for compiled code (see `Int4.adopt`), not for ATen's kernel and once more for many rows.
     """
     wide, itemsize = c.num_attention_heads * c.head_dim, plan.dtype.itemsize
     shapes = [
@@ -70,18 +71,18 @@ def computed_sizes(c: DecoderConfig, plan: KernelPlan, tied: bool, screened: boo
     return Sizes(
         layer=sum(rows * columns for rows, columns in shapes) * itemsize,
         layers=c.num_hidden_layers,
-        river=c.num_hidden_layers * sum(_twin_bytes(*shape, plan) for shape in shapes),
-        head=head * itemsize * (1 if tied else 2) + (head + 8 * c.vocab_size if screened else 0),
+        river=c.num_hidden_layers * sum(_twin_bytes(*shape, plan, in_blocks) for shape in shapes),
+        head=head * itemsize * (1 if tied else 2) + (head + 16 * c.vocab_size if screened else 0),
         kv_token=c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * plan.kv_dtype.itemsize,
         state_token=(c.num_hidden_layers + 1) * c.hidden_size * 4,
     )
 
 
-def _twin_bytes(rows: int, columns: int, plan: KernelPlan) -> int:
+def _twin_bytes(rows: int, columns: int, plan: KernelPlan, in_blocks: bool) -> int:
     """Bytes of one river product, as `KernelPlan.river_layer` lays it out."""
     group = plan.group_size or columns
     if plan.river == "int4" and int4_misfit(rows, columns, plan.bits, group, plan.device) is None:
-        return rows * columns + 4 * rows * (columns // group)  # packed for the kernel, and once more for many rows; scales and shifts
+        return rows * columns // (2 if in_blocks else 1) + 4 * rows * (columns // group)  # codes; scales and shifts
     if plan.river == "int8" and group == columns:
         return rows * columns + 6 * rows
     return rows * columns * plan.dtype.itemsize
@@ -91,10 +92,10 @@ def measured_sizes(model) -> Sizes:
     """Of a loaded plain model, counted in memory."""
     decoder = model.decoder
     c, tied = model.config, decoder.embedding is decoder.lm_head.weight
-    known = computed_sizes(c, model.plan, tied, decoder.screen is not None)
+    known = computed_sizes(c, model.plan, tied, decoder.screen is not None, model.products.get("river") == "ours")
     backbone, how = resident_bytes(_tensors(decoder.blocks))
     river, _ = resident_bytes(_tensors(model.river.blocks))
-    screen = [] if decoder.screen is None else [decoder.screen.codes, decoder.screen.scales, decoder.screen.errors]
+    screen = [] if decoder.screen is None else decoder.screen.tensors
     head, _ = resident_bytes([decoder.lm_head.weight, *screen, *([] if tied else [decoder.embedding])])
     return replace(known, layer=backbone / known.layers, river=river, head=head, how=how)
 
@@ -107,16 +108,16 @@ def _tensors(blocks):
             if isinstance(product, Dense):
                 held = (product.weight, product._many)
             elif isinstance(product, Int4):
-                held = (product.packed, product.codes, product.scales_and_zeros)
+                held = product.tensors
             else:
                 held = (product.weight, product.scales, product.shifts)
             yield from (tensor for tensor in held if tensor is not None)
 
 
 def shape_sizes(config, dtype: torch.dtype, bits: int, group_size: int) -> Sizes:
-    """Of a published shape, from its config: a river in the packed kernel's layout, a cache in the dtype of the weights."""
+    """Of a published shape, from its config: a river as compiled code on a CPU holds it, a cache in the dtype of the weights."""
     plan = KernelPlan(torch.device("cpu"), dtype, dtype, dtype, "int4" if bits == 4 else "int8", bits, group_size if bits == 4 else None)
-    return computed_sizes(DecoderConfig.from_transformers(config), plan, config.tie_word_embeddings)
+    return computed_sizes(DecoderConfig.from_transformers(config), plan, config.tie_word_embeddings, in_blocks=True)
 
 
 def table(sizes: Sizes, after: int, contexts, caches=None, share: float | None = None, stays=None, paper=None) -> list[dict]:

@@ -19,6 +19,20 @@ Tensor dense_rows(const Tensor& x, const Tensor& weight) {
   return out;
 }
 
+// query [heads, head_dim] float over one layer of a cache [2, kv heads, S, head_dim] -> [heads, head_dim] float.
+Tensor attend(const Tensor& query, const Tensor& cache) {
+  TORCH_CHECK(query.dim() == 2 && query.is_contiguous() && query.scalar_type() == at::kFloat && cache.dim() == 4 && cache.stride(3) == 1 &&
+                  cache.size(3) == query.size(1) && query.size(0) % cache.size(1) == 0,
+              "shapes of an attention");
+  Tensor out = at::empty_like(query);
+  attention::Partial partial;
+  products::with_weights(cache, [&](const auto* keys) {
+    attention::one_row(query.const_data_ptr<float>(), keys, keys + cache.stride(0), cache.size(2), cache.stride(1), cache.stride(2),
+                       cache.size(1), query.size(0) / cache.size(1), query.size(1), out.data_ptr<float>(), partial);
+  });
+  return out;
+}
+
 bool has_int4() { return RIVER_LANES >= 8; }
 
 // x [T, K] float, codes and scales as in products.h -> [T, N] float.
@@ -45,6 +59,7 @@ TORCH_LIBRARY(river_native, m) {
       .def("run", &Stack::run)
       .def("products_only", &Stack::products_only);
   m.def("screen", &screen);
+  m.def("attend", &attend);
   m.def("dense_rows", &dense_rows);
   m.def("int4_rows", &int4_rows);
   m.def("has_int4", &has_int4);
