@@ -17,7 +17,7 @@ from river_core.kernels import Dense, Int4, KernelPlan, choose_kernels, time_on_
 from river_core.kv_cache import BACKBONE, RIVER
 from river_core.loading import available_memory, cache_dir, load_checkpoint
 from river_core.native import NATIVE
-from river_core.offload import check_offload, make_offload
+from river_core.offload import check_offload, make_offload, trim_heap
 from river_core.river import River
 from river_core.screening import Screen
 
@@ -380,6 +380,9 @@ def load(
     river = River(decoder, checkpoint.weights, lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"), store)
     clock.done("river")
     notes += offload_notes(decoder)
+    if decoder.blocks.offload:
+        checkpoint.weights = {}
+        trim_heap()
     if compiled and target.type == "cpu":
         NATIVE.start(cache_dir() / "native")
     report("ready", 1.0, f"{checkpoint.name} is ready")

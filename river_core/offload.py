@@ -247,6 +247,12 @@ class MappedLayers:
         return sum(_resident_pages(address, length) * PAGE for address, _, length in parts), "measured"
 
 
+def trim_heap() -> None:
+    """Give back what the allocator kept of layers that were written away while loading; it would hold those pages for later. Only glibc can be asked."""
+    if _libc and hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
 def resident_bytes(tensors) -> tuple[int, str]:
     """Bytes of some tensors that are in memory: "measured" page by page on Linux, "allocated" on a GPU, else their sizes, "computed"."""
     total, how = 0, "measured" if _libc else "computed"

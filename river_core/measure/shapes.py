@@ -13,7 +13,7 @@ from river_core.kernels import KernelPlan, choose_kernels
 from river_core.loading import available_memory, cache_dir
 from river_core.model import DTYPES, Model, offload_folder, offload_notes, resolve_device, set_threads
 from river_core.native import NATIVE
-from river_core.offload import ROOM, make_offload
+from river_core.offload import ROOM, make_offload, trim_heap
 from river_core.river import River
 
 
@@ -160,6 +160,8 @@ def shaped_model(
     weights = Weights(config, plan.dtype, target)
     decoder = Decoder(config, weights, plan, lambda f: report("weights", f, f"making weights, {round(100 * f)} %"), offload)
     river = River(decoder, weights, lambda f: report("river", f, f"making the river, {round(100 * f)} %"))
+    if offload:
+        trim_heap()
     if compiled and target.type == "cpu":
         NATIVE.start(cache_dir() / "native")
     model = Model(f"{shape} (random weights)", "random", decoder, river, byte_tokenizer(), frozenset(), notes=offload_notes(decoder))

@@ -256,6 +256,17 @@ def test_loading_with_offloading_never_holds_the_layers_at_once(tmp_path, monkey
     assert decoder.blocks.resident == 4 and store.resident_bytes()[0] == 0
 
 
+def test_a_shape_loads_with_offloading_and_decodes_the_same(tmp_path, monkeypatch):
+    from river_core.measure.shapes import SHAPES, _llama, bytes_needed, shaped_model
+
+    monkeypatch.setenv("RIVER_CACHE", str(tmp_path))
+    monkeypatch.setitem(SHAPES, "small", lambda: _llama(64, 128, 6, 4, 2, 16, 300, True))
+    plain, other = (shaped_model("small", dtype="bfloat16", compiled=False, offload_after=after) for after in (None, 2))
+    assert other.decoder.blocks.resident == 2 and other.describe()["offload"]["layers"] == 4
+    assert run(other, ["river@fixed:4"]).lanes["river"].token_ids == run(plain, ["river@fixed:4"]).lanes["river"].token_ids
+    assert bytes_needed(SHAPES["small"](), 2, 2) < bytes_needed(SHAPES["small"](), 2)
+
+
 def test_a_file_that_stays_in_memory_is_noted(after_2, monkeypatch):
     """As in a cache folder on a memory file system."""
     monkeypatch.setattr(MappedLayers, "resident_bytes", lambda self: (10**9, "measured"))
