@@ -263,7 +263,8 @@ def test_a_shape_loads_with_offloading_and_decodes_the_same(tmp_path, monkeypatc
     monkeypatch.setitem(SHAPES, "small", lambda: _llama(64, 128, 6, 4, 2, 16, 300, True))
     plain, other = (shaped_model("small", dtype="bfloat16", compiled=False, offload_after=after) for after in (None, 2))
     assert other.decoder.blocks.resident == 2 and other.describe()["offload"]["layers"] == 4
-    assert run(other, ["river@fixed:4"]).lanes["river"].token_ids == run(plain, ["river@fixed:4"]).lanes["river"].token_ids
+    # The backbone: the codes of a river of random numbers depend on which thread drew first.
+    assert run(other, ["backbone"]).lanes["backbone"].token_ids == run(plain, ["backbone"]).lanes["backbone"].token_ids
     assert bytes_needed(SHAPES["small"](), 2, 2) < bytes_needed(SHAPES["small"](), 2)
 
 
