@@ -1,5 +1,7 @@
 """Other decoders of the same checkpoint, measured beside the engine's lanes."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -75,12 +77,15 @@ class LlamaCppPeer:
             raise InputError("llama.cpp is not installed here: pip install llama-cpp-python, or leave it out of --peers.") from None
         path = gguf_file(model)
         report("llama.cpp")
+        extra = _works_with_extra_buffers(path)
+        if not extra:
+            _leave_out_extra_buffers(llama_cpp)
         self.prompt = prompt_ids
         threads = torch.get_num_threads()
         self.model = llama_cpp.Llama(
             str(path), n_ctx=len(prompt_ids) + tokens + 8, n_threads=threads, n_threads_batch=threads, verbose=False
         )
-        self.label = f"llama.cpp {llama_cpp.__version__}, {path.name.split('.')[-2]}"
+        self.label = f"llama.cpp {llama_cpp.__version__}, {path.name.split('.')[-2]}" + ("" if extra else ", no AMX")
         self.speeds = None
         self.decode(4)
 
@@ -94,6 +99,23 @@ class LlamaCppPeer:
             self.model.eval([token])
             token = self.model.sample(temp=0.0)
         return (tokens - 1) / (time.perf_counter() - start)
+
+
+def _works_with_extra_buffers(path: Path) -> bool:
+    """Whether llama.cpp as it comes decodes a token here, tried in another process: with weights laid out for AMX it can crash on a virtual machine."""
+    code = "import sys, llama_cpp; m = llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False); m.eval([1, 2]); m.eval([3])"
+    return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, timeout=300).returncode == 0
+
+
+def _leave_out_extra_buffers(llama_cpp) -> None:
+    default = llama_cpp.llama_cpp.llama_model_default_params
+
+    def without():
+        parameters = default()
+        parameters.use_extra_bufts = False
+        return parameters
+
+    llama_cpp.llama_cpp.llama_model_default_params = without
 
 
 PEERS = {peer.name: peer for peer in (TransformersPeer, LlamaCppPeer)}
