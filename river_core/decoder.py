@@ -108,7 +108,7 @@ class Blocks(list):
     """The blocks of a backbone or of a river, in order, and the compiled or captured code that runs them; `stack` is None where there is none.
 
     A stack has `run(hidden_states, first, last, cache, entries, rows)`, which does for one row what `Decoder.run_blocks` does, except for noting the owner, and
-    returns the states and the similarity of `States`; `entries` are those of `KVCache.entries_at`.
+    returns the states, the similarity and the similarities of `States`; `entries` are those of `KVCache.entries_at`. One with `tests` also takes `tau`.
 
     offload: what brings the blocks from `resident` on back into memory (see `river_core.offload`); None: all of them are always there.
     """
@@ -131,12 +131,14 @@ class Blocks(list):
 class States(list):
     """Hidden states after each of some blocks, [T, d] float32.
 
-    similarity: cos(input, output) of the last of them, 0-d on the device, where the code that ran it has made it; it holds until that code runs again. Else None.
+    similarity: cos(input, output) of the last of them, a float or 0-d on the device, where the code that ran it has made it; it holds until that code runs again.
+        Else None.
+    similarities: of each of them, floats, where the code has made those too.
     """
 
-    def __init__(self, states=(), similarity: torch.Tensor | None = None):
+    def __init__(self, states=(), similarity=None, similarities=()):
         super().__init__(states)
-        self.similarity = similarity
+        self.similarity, self.similarities = similarity, similarities
 
 
 @dataclass(frozen=True)
@@ -279,19 +281,34 @@ class Decoder:
             masks[window] = allowed if window is None else allowed & (keys > queries - window)
         return Rows(start, count, self.rope.rotation(start, count), cache, masks)
 
-    def run_blocks(self, blocks, first: int, last: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> States:
+    def run_blocks(
+        self, blocks, first: int, last: int, hidden_states, rows: Rows, cache: KVCache, owner: int, tau: float | None = None
+    ) -> States:
         """Blocks first .. last - 1 (0-based) one after another, in compiled or captured code where there is some and one row is decoded.
 
         Args:
             blocks: the backbone's or the river's, all of them. The others: as for `run_block`.
+            tau: leave after a block whose input and output have a cosine above it; only where `tests_itself`.
 
         Returns:
-            the hidden states after each of them, [T, d] float32.
+            the hidden states after each of them that ran, [T, d] float32.
         """
+        if tau is not None:
+            return self._run_in_place(blocks, first, last, hidden_states, rows, cache, owner, tau)
         offload = getattr(blocks, "offload", None)
         if offload is not None and last > offload.after:
             return self._run_offloaded(blocks, first, last, hidden_states, rows, cache, owner)
         return self._run_in_place(blocks, first, last, hidden_states, rows, cache, owner)
+
+    def tests_itself(self, rows: Rows, cache: KVCache) -> bool:
+        """Whether `run_blocks` of the backbone can leave by itself: one row, compiled code, all layers and slots within its reach."""
+        blocks = self.blocks
+        return (
+            rows.count == 1
+            and getattr(blocks.stack, "tests", False)
+            and blocks.offload is None
+            and cache.entries_at(0, 1, rows.start, self.windows) is not None
+        )
 
     def _run_offloaded(self, blocks, first, last, hidden_states, rows, cache, owner):
         """`run_blocks` where some are not in memory: those that are in one go, then the others one by one as they come back."""
@@ -309,15 +326,15 @@ class Decoder:
             states.similarity = None  # of the last layer, which captured code has not run
         return states
 
-    def _run_in_place(self, blocks, first, last, hidden_states, rows, cache, owner):
+    def _run_in_place(self, blocks, first, last, hidden_states, rows, cache, owner, tau=None):
         """`run_blocks` where every block asked for is in memory."""
         stack = getattr(blocks, "stack", None)
         if stack is not None and rows.count == 1 and last > first:
             entries = cache.entries_at(first, last, rows.start, self.windows)
             if entries is not None:
-                states, similarity = stack.run(hidden_states, first, last, cache, entries, rows)
-                cache.note(first, last, rows.start, owner)
-                return States(states, similarity)
+                made = States(*stack.run(hidden_states, first, last, cache, entries, rows, *([] if tau is None else [tau])))
+                cache.note(first, first + len(made), rows.start, owner)
+                return made
         states = States()
         for layer in range(first, last):
             hidden_states = self.run_block(blocks[layer], layer, hidden_states, rows, cache, owner)

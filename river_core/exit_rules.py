@@ -26,6 +26,10 @@ class ExitRule:
         """The shallowest depth beyond `layer` at which the rule may say leave; until there it need not be asked."""
         return layer + 1
 
+    def threshold(self, layer: int) -> float | None:
+        """tau, if every layer beyond `layer` is tested, and by its similarity alone: code that runs layers may then test by itself. Else None."""
+        return None
+
     def should_exit(
         self, layer: int, h_in: torch.Tensor, h_out: torch.Tensor, similarity: torch.Tensor | None = None
     ) -> tuple[bool, float | None]:
@@ -105,6 +109,9 @@ class Similarity(ExitRule):
 
     def next_test(self, layer):
         return next_allowed(layer, self.layers, self.floor)
+
+    def threshold(self, layer):
+        return self.tau if self.layers is None and layer + 1 >= self.floor else None
 
     def should_exit(self, layer, h_in, h_out, similarity=None):
         if layer < self.floor or (self.layers is not None and layer not in self.layers):

@@ -182,7 +182,7 @@ class Workspaces:
 
 
 class GraphStack:
-    """The blocks of a backbone or of a river as captured runs of layers; what `Blocks.stack` holds on a GPU.
+    """The blocks of a backbone or of a river as captured runs of layers; what `Blocks.stack` holds on a GPU. It never leaves by itself.
 
     Args:
         decoder: for its `run_block`.
@@ -202,7 +202,7 @@ class GraphStack:
 
         Returns:
             the state after each of them, [1, d] float32, and the similarity of the last one's input and output, 0-d on the device, until the next run
-            overwrites it; None from a stack that does not measure.
+            overwrites it; None from a stack that does not measure. No similarities of the layers between.
         """
         if cache.workspace is None:
             cache.workspace = Workspace(self.decoder.config, cache.keys_values)
@@ -213,7 +213,7 @@ class GraphStack:
             (self, first, last, length, together), lambda: self.capture(self._work(workspace, first, last, length, together))
         )
         replay()
-        return workspace.take(first, last), workspace.similarity[last] if self.measures else None
+        return workspace.take(first, last), workspace.similarity[last] if self.measures else None, []
 
     def _length(self, needed: int, room: int) -> int:
         """Slots to attend to, so that `needed` of them are among them: the bucket size doubled as often as it takes, or the whole storage."""

@@ -119,8 +119,12 @@ class NativeStack:
     def __init__(self, code):
         self.code = code
 
-    def run(self, hidden_states, first, last, cache, entries, rows):
-        return self.code.run(hidden_states, first, last, cache.keys_values, entries, rows.rotation.cos, rows.rotation.sin), None
+    tests = True  # it can leave by itself after a layer whose similarity exceeds tau
+
+    def run(self, hidden_states, first, last, cache, entries, rows, tau=2.0):
+        rotation = rows.rotation
+        states, similarities = self.code.run(hidden_states, first, last, cache.keys_values, entries, rotation.cos, rotation.sin, tau)
+        return states, similarities[-1], similarities
 
     def products_only(self, first: int, last: int) -> None:
         """The products of layers first .. last - 1 in the order of a step, on any input: the floor of that step."""

@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
@@ -120,6 +121,13 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, std::ve
   for (int64_t i = 0; i < n; ++i) out[i] = scale * x[i] * weight[i];
 }
 
+double cosine(const float* a, const float* b, int64_t n) {
+  float ab = 0, aa = 0, bb = 0;
+#pragma omp simd reduction(+ : ab, aa, bb)
+  for (int64_t i = 0; i < n; ++i) ab += a[i] * b[i], aa += a[i] * a[i], bb += b[i] * b[i];
+  return ab / std::sqrt(std::max(static_cast<double>(aa) * bb, 1e-30));
+}
+
 // gate = silu(gate) * up
 void silu_times(float* gate, const float* up, int64_t n) {
   int64_t i = 0;
@@ -153,17 +161,19 @@ struct Stack : torch::CustomClassHolder {
   }
 
   // Layers first .. last - 1 over one row. hidden: [1, d] float. cache: [layers, 2, kv heads, capacity, head_dim]; layer l
-  // writes its entry slots[l - first] (or slots[0], if there is one) and attends to all entries up to it. Returns the
-  // state after every layer, each [1, d].
-  std::vector<Tensor> run(const Tensor& hidden, int64_t first, int64_t last, const Tensor& cache, const std::vector<int64_t>& slots,
-                          const Tensor& cos, const Tensor& sin) const {
+  // writes its entry slots[l - first] (or slots[0], if there is one) and attends to all entries up to it. Stops after a layer whose
+  // input and output have a cosine above tau; 2: never. Returns the state after every layer that ran, each [1, d], and those cosines.
+  std::tuple<std::vector<Tensor>, std::vector<double>> run(const Tensor& hidden, int64_t first, int64_t last, const Tensor& cache,
+                                                           const std::vector<int64_t>& slots, const Tensor& cos, const Tensor& sin,
+                                                           double tau) const {
     TORCH_CHECK(0 <= first && first <= last && last <= static_cast<int64_t>(layers.size()), "no such layers");
     TORCH_CHECK(hidden.is_contiguous() && cos.is_contiguous() && sin.is_contiguous() && cache.stride(4) == 1, "rows must be contiguous");
     TORCH_CHECK(slots.size() == 1 || static_cast<int64_t>(slots.size()) == last - first, "a slot for every layer, or one for all");
     for (int64_t slot : slots) TORCH_CHECK(0 <= slot && slot < cache.size(3), "no such slot");
     const int64_t d = hidden.size(-1), all = heads + 2 * kv_heads, half = rotary_dim / 2;
     std::vector<Tensor> states;
-    states.reserve(last - first);
+    std::vector<double> similarities;
+    states.reserve(last - first), similarities.reserve(last - first);
     std::vector<float> x, y, row(all * head_dim);
     Tensor current = hidden;
     attention::Partial partial;
@@ -218,9 +228,11 @@ struct Stack : torch::CustomClassHolder {
       layer.down(y.data(), width, x);
       for (int64_t i = 0; i < d; ++i) out[i] += x[i];
       states.push_back(next);
+      similarities.push_back(cosine(h, out, d));
+      if (similarities.back() > tau) break;
       current = next;
     }
-    return states;
+    return {states, similarities};
   }
 
   // The products of layers first .. last - 1 in the order of a step, and nothing else: the floor that a step is measured against.

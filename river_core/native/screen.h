@@ -76,23 +76,35 @@ std::tuple<Tensor, Tensor> screen(const Tensor& x, const Tensor& codes, const Te
 #else
   const float apart = length * k * 0x1p-22f;
 #endif
-  std::vector<float> score(rows), reach(rows);
-  at::parallel_for(0, rows, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
+  constexpr int64_t PART = 1024;  // rows of one task
+  const int64_t parts = (rows + PART - 1) / PART;
+  static thread_local std::vector<float> score, reach;
+  score.resize(rows), reach.resize(rows);
+  float *score_of = score.data(), *reach_of = reach.data();  // the caller's, for all threads
+  std::vector<float> lower(parts), upper(parts);  // the largest logit of a part is at least, at most this
+  at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      lower[part] = upper[part] = -INFINITY;
+      for (int64_t r = part * PART; r < std::min(rows, (part + 1) * PART); ++r) {
 #ifdef RIVER_WHOLE
-      const int64_t found = whole_dot(c + r * k, whole.high.data(), whole.low.data(), k) - 32768 * static_cast<int64_t>(total[r]);
-      score[r] = s[r] * whole.unit * found;
+        const int64_t found = whole_dot(c + r * k, whole.high.data(), whole.low.data(), k) - 32768 * static_cast<int64_t>(total[r]);
+        const float value = s[r] * whole.unit * found;
 #else
-      score[r] = s[r] * lanes::dot<true>(c + r * k, in, k);
+        const float value = s[r] * lanes::dot<true>(c + r * k, in, k);
 #endif
-      reach[r] = e[r] * length + n[r] * apart;
+        const float most_off = e[r] * length + n[r] * apart;
+        score_of[r] = value, reach_of[r] = most_off;
+        lower[part] = std::max(lower[part], value - most_off), upper[part] = std::max(upper[part], value + most_off);
+      }
     }
   });
-  float least = -INFINITY;  // the largest logit is at least this
-  for (int64_t r = 0; r < rows; ++r) least = std::max(least, score[r] - reach[r]);
+  const float least = *std::max_element(lower.begin(), lower.end());  // the largest logit of all is at least this
   std::vector<int64_t> left;
-  for (int64_t r = 0; r < rows; ++r) {
-    if (score[r] + reach[r] >= least) left.push_back(r);
+  for (int64_t part = 0; part < parts; ++part) {
+    if (!(upper[part] >= least)) continue;
+    for (int64_t r = part * PART; r < std::min(rows, (part + 1) * PART); ++r) {
+      if (score_of[r] + reach_of[r] >= least) left.push_back(r);
+    }
   }
   if (left.empty() || static_cast<int64_t>(left.size()) > most) return {at::empty({0}, at::kLong), at::empty({0})};
   Tensor exact = at::empty({static_cast<int64_t>(left.size())}, at::kFloat);

@@ -134,10 +134,15 @@ class Strategy:
         states, scores, depth = [decoder.embed(token_ids)], {}, 0
         forced = self.last if rule is None else rule.forced_depth(index)
         limit = limit if forced is None else min(forced, limit)
+        itself = forced is None and decoder.tests_itself(rows, cache)
         while depth < limit:
-            stop = limit if forced is not None else min(rule.next_test(depth), limit)
-            made = decoder.run_blocks(decoder.blocks, depth, stop, states[-1], rows, cache, BACKBONE)
+            tau = rule.threshold(depth) if itself else None
+            stop = limit if forced is not None or tau is not None else min(rule.next_test(depth), limit)
+            made = decoder.run_blocks(decoder.blocks, depth, stop, states[-1], rows, cache, BACKBONE, tau)
             states += made
+            if tau is not None:
+                scores |= {depth + i: score for i, score in enumerate(made.similarities, 1) if depth + i < self.last}
+                break
             depth = stop
             if forced is None and depth < self.last:
                 leave, score = rule.should_exit(depth, states[-2], states[-1], made.similarity)
