@@ -47,7 +47,6 @@ $(GPU_VENV)/.engine: requirements-engine.txt
 	@if [ ! -e /dev/nvidiactl ] && [ ! -e /dev/dxg ] && ! command -v nvidia-smi >/dev/null; then \
 	  echo "There is no NVIDIA GPU here, so nothing was installed and nothing was checked."; exit 1; fi
 	@$(PYTHON) -m venv $(GPU_VENV) || { rm -rf $(GPU_VENV); echo "Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(GPU_VENV)/bin/pip install torch==$(TORCH)
 	$(GPU_VENV)/bin/pip install -r requirements-engine.txt torch==$(TORCH)
 	@touch $@
 

@@ -30,7 +30,7 @@ SHAPE, SHAPE_EXIT = "llama3.2-1b", 3
 class Bounds:
     """How far the model under test may be from the reference.
 
-    cosine, error: least cosine and greatest relative error ||a - b|| / ||b|| of the backbone's logits, row by row. river_cosine: least cosine of the full river's,
+    cosine, error, typical_error: least cosine, greatest and median relative error ||a - b|| / ||b|| of the backbone's logits, row by row. river_cosine: least cosine of the full river's,
     whose 4-bit kernels hold scales in bfloat16.
     near_tie: the other model's choice of token may differ where the reference's gap between the two is at most this share of the spread (standard deviation) of its logits.
     kv_cosine: least mean cosine of keys and of values.
@@ -40,6 +40,7 @@ class Bounds:
 
     cosine: float
     error: float
+    typical_error: float
     river_cosine: float
     near_tie: float
     kv_cosine: float
@@ -47,9 +48,11 @@ class Bounds:
     exit_tie: float
 
 
-EXACT = Bounds(cosine=0.99999, error=2e-3, river_cosine=0.99999, near_tie=2e-3, kv_cosine=0.99999, states=1e-4, exit_tie=1e-4)
-# bfloat16 on a CPU is at 0.9974, 0.08, 0.9997, 0, 0.99996 on the default model.
-HALF = Bounds(cosine=0.99, error=0.15, river_cosine=0.98, near_tie=0.15, kv_cosine=0.995, states=0.03, exit_tie=5e-3)
+EXACT = Bounds(
+    cosine=0.99999, error=2e-3, typical_error=5e-4, river_cosine=0.99999, near_tie=2e-3, kv_cosine=0.99999, states=1e-4, exit_tie=1e-4
+)
+# bfloat16 on a CPU is at 0.9974, 0.08, 0.014, 0.9997, 0, 0.99996 on the default model.
+HALF = Bounds(cosine=0.99, error=0.15, typical_error=0.03, river_cosine=0.98, near_tie=0.15, kv_cosine=0.995, states=0.03, exit_tie=5e-3)
 
 
 @dataclass(frozen=True)
@@ -147,25 +150,33 @@ def _decode(model, prompt, tokens, fed=None, river=False):
     return torch.stack(found), fed
 
 
+def _errors(got, wanted) -> torch.Tensor:
+    """Relative error of every row [T, n]."""
+    got, wanted = got.double().cpu(), wanted.double().cpu()
+    return (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+
+
 def _apart(got, wanted) -> tuple[float, float]:
     """Least cosine and greatest relative error over rows [T, n]; nan, which passes no bound, where anything is not finite."""
-    got, wanted = got.double().cpu(), wanted.double().cpu()
-    cosine = torch.cosine_similarity(got, wanted, dim=-1).min()
-    error = ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()
-    return float(cosine), float(error)
+    cosine = torch.cosine_similarity(got.double().cpu(), wanted.double().cpu(), dim=-1).min()
+    return float(cosine), float(_errors(got, wanted).max())
 
 
 def _prefill(reference, model, runs, bounds):
-    worst = []
+    worst, errors = [], []
     for run in runs:
         pair = []
         for one in (model, reference):
             cache = one.decoder.new_cache(len(run.prompt))
             pair.append(one.decoder.head(one.decoder.forward(run.prompt, 0, cache)))
         worst.append(_apart(*pair))
-    cosine, error = min(c for c, _ in worst), max(e for _, e in worst)
-    passed = all(c >= bounds.cosine and e <= bounds.error for c, e in worst)
-    return passed, f"cosine {cosine:.6f} (at least {bounds.cosine}), relative error {error:.1e} (at most {bounds.error:.0e})"
+        errors.append(_errors(*pair))
+    cosine, error, typical = min(c for c, _ in worst), max(e for _, e in worst), float(torch.cat(errors).median())
+    passed = typical <= bounds.typical_error and all(c >= bounds.cosine and e <= bounds.error for c, e in worst)
+    return passed, (
+        f"least cosine {cosine:.6f} (at least {bounds.cosine}), relative error up to {error:.1e} (at most {bounds.error:g}), median {typical:.1e} "
+        f"(at most {bounds.typical_error:g})"
+    )
 
 
 def _choices(reference, model, runs, bounds):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from river_core.hqq import quantise
-from river_core.kernels import Dense, Int4, Int8, choose_kernels, int4_misfit
+from river_core.kernels import Dense, Int4, Int8, choose_kernels, inner_k_tiles, int4_misfit
 
 
 def signal_to_noise(got, expected):
@@ -99,3 +100,39 @@ def test_int4_on_cuda_equals_the_product_with_its_dequantised_weights(rows):
     layer = Int4(quantise((torch.randn(96, 256) * 0.05).cuda(), 4, 64))
     x = torch.randn(rows, 256, device="cuda").to(torch.bfloat16)
     assert signal_to_noise(layer(x).cpu(), (x.float() @ layer.dense_weight().t()).cpu()) > 40
+
+
+@pytest.mark.parametrize(("columns", "tiles"), [(64, 4), (96, 2), (576, 4), (1536, 8), (2048, 8)])
+def test_the_gpu_s_int4_operators_take_the_layout_that_is_packed_for_them(columns, tiles):
+    """Shapes and signatures only, on tensors without contents; the test below needs a GPU for the numbers."""
+    assert inner_k_tiles(columns) == tiles
+    codes = quantise(torch.randn(96, columns), 4, 32).pack().contiguous()
+    with FakeTensorMode() as fake:
+        packed = torch.ops.aten._convert_weight_to_int4pack(fake.from_tensor(codes), tiles)
+        assert packed.shape == (96 // 8, columns // (16 * tiles), 32, tiles // 2) and packed.dtype == torch.int32
+        x, scales = torch.empty(1, columns, dtype=torch.bfloat16), torch.empty(columns // 32, 96, 2, dtype=torch.bfloat16)
+        assert torch.ops.aten._weight_int4pack_mm(x, packed, 32, scales).shape == (1, 96)
+
+
+def test_packed_bytes_hold_the_even_column_in_their_high_half():
+    codes = quantise(torch.randn(8, 64), 4, 32)
+    packed = codes.pack()
+    assert torch.equal(packed >> 4, codes.codes[:, 0::2]) and torch.equal(packed & 15, codes.codes[:, 1::2])
+
+
+def test_biases_follow_the_weights_to_their_device():
+    weight, bias = torch.empty(32, 64, device="meta"), torch.zeros(32)
+    assert Dense(weight, bias).bias.device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_of_a_cpu_checkpoint_are_added_on_cuda(dtype):
+    torch.manual_seed(0)
+    w, b = torch.randn(96, 256) * 0.05, torch.randn(96)
+    plan = choose_kernels("cuda", 256, 96, dtype)
+    x = torch.randn(1, 256)
+    for layer in (plan.dense(w, b), plan.river_layer(plan.quantise(w), b)):
+        expected = x @ layer.dense_weight().cpu().t() + b
+        assert signal_to_noise(layer(x.cuda().to(layer.dtype)).cpu(), expected) > 40
