@@ -26,7 +26,7 @@ class ExitRule:
         """The shallowest depth beyond `layer` at which the rule may say leave; until there it need not be asked."""
         return layer + 1
 
-    def threshold(self, layer: int) -> float | None:
+    def tau_beyond(self, layer: int) -> float | None:
         """tau, if every layer beyond `layer` is tested, and by its similarity alone: code that runs layers may then test by itself. Else None."""
         return None
 
@@ -110,7 +110,7 @@ class Similarity(ExitRule):
     def next_test(self, layer):
         return next_allowed(layer, self.layers, self.floor)
 
-    def threshold(self, layer):
+    def tau_beyond(self, layer):
         return self.tau if self.layers is None and layer + 1 >= self.floor else None
 
     def should_exit(self, layer, h_in, h_out, similarity=None):

@@ -136,7 +136,7 @@ class Strategy:
         limit = limit if forced is None else min(forced, limit)
         itself = forced is None and decoder.tests_itself(rows, cache)
         while depth < limit:
-            tau = rule.threshold(depth) if itself else None
+            tau = rule.tau_beyond(depth) if itself else None
             stop = limit if forced is not None or tau is not None else min(rule.next_test(depth), limit)
             made = decoder.run_blocks(decoder.blocks, depth, stop, states[-1], rows, cache, BACKBONE, tau)
             states += made
