@@ -76,7 +76,7 @@ class Native:
             tensors, groups = [], []
             for product in (block.qkv, block.o, block.gate_up, block.down):
                 if isinstance(product, Int4):
-                    if ours and not torch.ops.river_native.has_int4():
+                    if not (torch.ops.river_native.has_int4() if ours else product.packed is not None):
                         return None
                     tensors += product.in_blocks() if ours else [product.packed, product.scales_and_zeros]
                     groups.append(product.group_size)

@@ -1,5 +1,7 @@
 """Compiled layers agree with the plain ones, are swapped in only when they do, and are never waited for unasked."""
 
+import dataclasses
+import itertools
 import platform
 import shutil
 import subprocess
@@ -184,6 +186,16 @@ def test_the_faster_products_are_chosen_by_measuring(monkeypatch):
         assert model.compile()
         assert all(f"products: {kind}" in reason for reason in model.product_reasons) and len(model.product_reasons) == 2
         assert (model.river.blocks[0].qkv.packed is None) == (kind == "ours") == model.decoder.lm_head.ours
+
+
+def test_a_second_model_over_products_that_were_adopted_compiles_too(monkeypatch):
+    model = tiny_model(dtype=torch.bfloat16)
+    model.compiled = None
+    tried = itertools.count()  # ours is tried first, so it is the faster one
+    monkeypatch.setattr("river_core.model._products_us", lambda stack, layers: next(tried))
+    assert model.compile() and model.products == {"backbone": "ours", "river": "ours"}
+    second = dataclasses.replace(model, compiled=None, products={}, product_reasons=[])
+    assert second.compile() and second.products["river"] == "ours"
 
 
 def test_layers_that_disagree_are_not_used(monkeypatch):
