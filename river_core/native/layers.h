@@ -47,26 +47,11 @@ void from_float(const float* in, void* out, at::ScalarType dtype, int64_t n) {
 }
 
 void to_float(const Tensor& in, float* out, int64_t n) {
-  if (in.scalar_type() == at::kFloat) {
-    const float* from = in.const_data_ptr<float>();
-    std::copy(from, from + n, out);
-  } else if (in.scalar_type() == at::kBFloat16) {
-    const auto* from = reinterpret_cast<const uint16_t*>(in.const_data_ptr<at::BFloat16>());
-    for (int64_t i = 0; i < n; ++i) {
-      uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-      __builtin_memcpy(out + i, &bits, 4);
-    }
-  } else {
-    const auto* from = in.const_data_ptr<at::Half>();
+  products::with_weights(in, [&](const auto* from) {
     int64_t i = 0;
-#ifdef __F16C__
-    for (; i + 8 <= n; i += 8) {
-      auto eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(eight));
-    }
-#endif
+    for (; i + lanes::N <= n; i += lanes::N) lanes::store(out + i, lanes::widen(from + i));
     for (; i < n; ++i) out[i] = from[i];
-  }
+  });
 }
 
 struct Product {
