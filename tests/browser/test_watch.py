@@ -138,6 +138,22 @@ def test_text_and_grid_point_at_the_same_token_and_a_click_keeps_it(watcher):
     assert page.locator(".tok.selected").count() == 0
 
 
+def test_the_key_of_a_lane_goes_to_the_same_token_where_the_lane_comes_to_it_later(watcher):
+    tab = watcher("?recording=river")
+    page = tab.page
+    page.locator(".text[data-lane=river]").focus()
+    page.keyboard.press("Home")
+    for _ in range(12):
+        page.keyboard.press("ArrowRight")
+    tab.drawn()
+    assert "River, tau 0.95 · token 13 " in page.text_content(".token-place")
+    assert page.locator(".text[data-lane=backbone] .tok:visible").count() < 13
+    page.keyboard.press("1")
+    tab.drawn()
+    assert "Backbone · token 13 " in page.text_content(".token-place")
+    assert page.locator(".text[data-lane=backbone] .tok.selected").get_attribute("data-i") == "12"
+
+
 def test_a_link_opens_the_recording_at_its_lane_and_token_and_the_address_follows_a_lock(watcher):
     tab = watcher("?recording=holes&lane=masking&token=12")
     page = tab.page
