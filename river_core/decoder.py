@@ -17,7 +17,7 @@ from river_core.errors import LoadError
 from river_core.kernels import KernelPlan
 from river_core.kv_cache import BACKBONE, KVCache, Slots
 from river_core.rope import Rope, Rotation
-from river_core.screening import Screen
+from river_core.screening import Largest, Screen
 
 SUPPORTED_MODEL_TYPES = {
     "llama": "Llama, SmolLM2 and other models of the Llama architecture",
@@ -234,6 +234,7 @@ class Decoder:
         except KeyError as error:
             raise LoadError(f"The checkpoint lacks the tensor {error}; it is incomplete or of another architecture.") from error
         self.screen: Screen | None = None
+        self.lookup = None  # compiled: (embedding, id) -> [1, d] float32
         self.workspaces = None  # where layers are captured (see `graphs`): the storages that caches take turns with
         tied = "lm_head.weight" not in weights or weights["lm_head.weight"].data_ptr() == embedding.data_ptr()
         self.embedding = self.lm_head.weight if tied else embedding.to(plan.device, plan.dtype)
@@ -265,6 +266,8 @@ class Decoder:
 
     def embed(self, token_ids) -> torch.Tensor:
         """Token ids (list of T ints) -> hidden states [T, d], float32."""
+        if self.lookup is not None and len(token_ids) == 1:
+            return self.lookup(self.embedding, token_ids[0])
         ids = torch.tensor(token_ids, dtype=torch.long, device=self.device)
         return F.embedding(ids, self.embedding).to(torch.float32)
 
@@ -411,17 +414,24 @@ class Decoder:
         cache.length = rows.stop
         return states[-1]
 
-    def head(self, hidden_state: torch.Tensor, greedy: bool = False) -> torch.Tensor:
-        """Final norm and LM head: the last block's output [T, d] -> logits [T, V], float32.
+    def head(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        """Final norm and LM head: the last block's output [T, d] -> logits [T, V], float32."""
+        return self.lm_head(self.head_input(hidden_state)).to(torch.float32)
 
-        With `greedy` only the largest logit need be exact, and rows that are certain to be smaller may be minus infinity (see `screening`).
+    def head_input(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        """The final norm: the last block's output [T, d] -> [T, d] in the head's dtype."""
+        if self.screen is not None and len(hidden_state) == 1:
+            # Compiled, as in `screening`: to the last bit what the screened head reads.
+            return torch.ops.river_native.head_input.default(hidden_state, self.final_norm, self.config.rms_norm_eps, self.lm_head.dtype)
+        return rms_norm(hidden_state, self.final_norm, self.config.rms_norm_eps, self.lm_head.dtype)
+
+    def largest(self, hidden_state: torch.Tensor) -> Largest | None:
+        """The largest of one state's logits without the others (see `screening`); None where only `head` can tell.
+
+        Args:
+            hidden_state: [1, d] float32.
         """
-        x = rms_norm(hidden_state, self.final_norm, self.config.rms_norm_eps, self.lm_head.dtype)
-        if greedy and self.screen is not None and len(x) == 1:
-            logits = self.screen(x)
-            if logits is not None:
-                return logits[None]
-        return self.lm_head(x).to(torch.float32)
+        return None if self.screen is None else self.screen(hidden_state, self.final_norm, self.config.rms_norm_eps)
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:

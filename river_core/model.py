@@ -65,8 +65,10 @@ class Model:
             self.capture_layers(lambda: CudaCapture(self.plan.device))
         elif self.compiled is None and (NATIVE.wait() if wait else NATIVE.state == "ready"):
             self.compiled = self._attach(self._compiled, "Compiled")
-            if self.compiled and self.screens:
-                self._screen_head()
+            if self.compiled:
+                self.decoder.lookup = torch.ops.river_native.embed.default
+                if self.screens:
+                    self._screen_head()
         return bool(self.compiled)
 
     def capture_layers(self, make_capture) -> bool:
@@ -126,8 +128,9 @@ class Model:
         # A state that the model makes: on noise hardly any row could be ruled out.
         with torch.inference_mode():
             hidden = self.decoder.forward([0], 0, self.decoder.new_cache(1))
-            x = rms_norm(hidden, self.decoder.final_norm, self.config.rms_norm_eps, head.dtype)
-        full_us, screened_us = time_on_one_core([head] * 9, x), time_on_one_core([screen] * 9, x)
+        norm, eps = self.decoder.final_norm, self.config.rms_norm_eps
+        x = rms_norm(hidden, norm, eps, head.dtype)
+        full_us, screened_us = time_on_one_core([head] * 9, x), time_on_one_core([lambda state: screen(state, norm, eps)] * 9, hidden)
         self.head_reason = f"LM head of greedy lanes: {screened_us:.0f} us screened in 8 bits, {full_us:.0f} us in full, on one core"
         if screened_us < full_us:
             self.decoder.screen = screen

@@ -4,6 +4,8 @@ A head of 49,152 rows costs a small model as much as several layers, and all but
 is Cauchy-Schwarz on each row's own rounding error, and rows are multiplied in the full head's own way, so the token is the full head's; where the bound leaves too many rows, the full head runs.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 MOST = 512  # candidates beyond which the full head runs
@@ -39,13 +41,26 @@ class Screen:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Logits [V] with the exact values of every row that may be the largest and minus infinity elsewhere; None if those are too many.
+    def __call__(self, hidden_state: torch.Tensor, norm: torch.Tensor, eps: float) -> "Largest | None":
+        """The largest logit of one state, or None if too many rows may have it.
 
         Args:
-            x: [1, d], the head's input after the final norm, in the head's dtype.
+            hidden_state: [1, d] float32, the last block's output. norm, eps: the final norm's weights [d] float32 and its epsilon.
         """
-        rows, exact = torch.ops.river_native.screen(x, *self.tensors, self.weight, MOST)
-        if not len(rows):
-            return None
-        return torch.full((len(self.weight),), -torch.inf).index_copy_(0, rows, exact)
+        token, rows, exact = torch.ops.river_native.screen.default(hidden_state, norm, eps, *self.tensors, self.weight, MOST)
+        return None if token < 0 else Largest(token, rows, exact)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What a greedy step needs of its logits.
+
+    token: the row of the largest, the first of several. rows: ascending, those that might have been it, and `exact` their logits.
+    """
+
+    token: int
+    rows: torch.Tensor
+    exact: torch.Tensor
+
+    def argmax(self) -> int:
+        return self.token

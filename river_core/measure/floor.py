@@ -5,7 +5,6 @@ import time
 
 import torch
 
-from river_core.decoder import rms_norm
 from river_core.exit_rules import cosine
 
 
@@ -36,13 +35,17 @@ class Floor:
         queries = torch.randn(c.num_attention_heads, c.head_dim, device=decoder.device)
         # A state that the head has seen: on noise hardly any row could be ruled out, and screening would measure its worst case.
         answered = decoder.forward([1], 0, decoder.new_cache(1))
-        normed = rms_norm(answered, decoder.final_norm, c.rms_norm_eps, decoder.lm_head.dtype)
-        head = decoder.screen if decoder.screen is not None and decoder.screen(normed) is not None else decoder.lm_head
+        normed = decoder.head_input(answered)
+        screened = decoder.largest(answered) is not None
         as_floats = cache.keys_values.view(torch.float32) if c.head_dim * cache.keys_values.element_size() % 4 == 0 else cache.keys_values
+        river = self.model.river.blocks
         return {
             "backbone": self._products(decoder.blocks),
-            "river": self._products(self.model.river.blocks),
-            "head": self._time(lambda: head(normed)),
+            "river": self._products(river),
+            # After a river's products, as in a step: they leave nothing of the head in the processor's caches.
+            "head": self._time(
+                lambda: decoder.largest(answered) if screened else decoder.lm_head(normed), before=self._work_of(river, river)
+            ),
             "kv_read": self._time(lambda: as_floats.sum()) / self.layers,
             "attention": self._attention(cache, queries) / self.layers,
             "exit_test": self._time(lambda: [cosine(hidden, hidden) for _ in range(self.layers)], waits=True) / self.layers,
@@ -64,9 +67,13 @@ class Floor:
         # Of a backbone with offloaded layers, those that stay; the first one is brought back if none does.
         with blocks.at(0) as first:
             count = max(1, blocks.resident)
-            if blocks.stack is not None and not self.capture:
-                return self._time(lambda: blocks.stack.products_only(0, count)) / count
-            return self._products_in_place([first, *blocks[1:count]])
+            return self._time(self._work_of(blocks, [first, *blocks[1:count]])) / count
+
+    def _work_of(self, blocks, some):
+        """All products of some blocks, the first ones of `blocks`, in the order of a step."""
+        if blocks.stack is not None and not self.capture:
+            return lambda: blocks.stack.products_only(0, len(some))
+        return self._products_in_place(some)
 
     def _products_in_place(self, blocks):
         rows = {}
@@ -79,15 +86,20 @@ class Floor:
                 for name, x in rows.items():
                     getattr(block, name)(x)
 
-        return self._time(all_of_them) / len(blocks)
+        return all_of_them
 
-    def _time(self, work, waits: bool = False) -> float:
-        """Median milliseconds of some calls after one that warms up. waits: `work` waits for the device, so it cannot be captured."""
+    def _time(self, work, waits: bool = False, before=None) -> float:
+        """Median milliseconds of some calls after one that warms up.
+
+        waits: `work` waits for the device, so it cannot be captured. before: what is done ahead of every call, and not measured.
+        """
         if self.capture and not waits:
             work = self.capture(work)
         cuda = self.model.plan.device.type == "cuda"
         times = []
         for _ in range(self.repeats + 1):
+            if before:
+                before()
             if cuda:
                 torch.cuda.synchronize()
             start = time.perf_counter()

@@ -89,6 +89,28 @@ inline float dot(const T* w, const float* x, int64_t n) {
   return sum((a + b) + (c + d)) + rest;
 }
 
+// The largest of n floats, as they are or without their signs.
+template <bool MAGNITUDE = false>
+inline float largest(const float* x, int64_t n) {
+  auto take = [](auto v, auto zero) {
+    if constexpr (MAGNITUDE) v = v < zero ? zero - v : v;
+    return v;
+  };
+  float most = take(x[0], 0.0f), each[N];
+  int64_t i = 0;
+  if (n >= N) {
+    V top = take(widen(x), set(0));
+    for (i = N; i + N <= n; i += N) {
+      const V v = take(widen(x + i), set(0));
+      top = v > top ? v : top;
+    }
+    store(each, top);
+    for (float one : each) most = most > one ? most : one;
+  }
+  for (; i < n; ++i) most = most > take(x[i], 0.0f) ? most : take(x[i], 0.0f);
+  return most;
+}
+
 // e^x to about two units in the last place; below -87 it is 0 for all that matters here, above 88 as large as floats go.
 inline V exp(V x) {
   typedef int32_t Whole __attribute__((vector_size(4 * N)));

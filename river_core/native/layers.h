@@ -9,12 +9,14 @@
 #include <ATen/ATen.h>
 #include <ATen/ops/_weight_int4pack_mm_for_cpu.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <tuple>
 #include <vector>
 
 #include "attention.h"
+#include "crew.h"
 #include "products.h"
 
 namespace {
@@ -65,24 +67,26 @@ struct Product {
   int64_t outputs() const { return weight.dim() == 3 ? 16 * weight.size(0) : weight.size(0); }
   at::ScalarType dtype() const { return group ? at::kBFloat16 : weight.scalar_type(); }
 
-  // y [N] float = W x + b, for x [K] float.
-  void operator()(const float* x, int64_t k, std::vector<float>& y) const {
-    const int64_t n = outputs();
-    y.resize(n);
+  // y [N] float = W x + b, for x [K] float, by all members; finish(begin, end) is called by the one that has made those outputs.
+  template <typename F>
+  void operator()(const crew::Member& member, const float* x, int64_t k, float* y, F&& finish) const {
+    auto done = [&](int64_t begin, int64_t end) {
+      if (bias.defined()) {
+        const float* b = bias.const_data_ptr<float>();
+        for (int64_t i = begin; i < end; ++i) y[i] += b[i];
+      }
+      finish(begin, end);
+    };
     if (ours && !group) {
-      products::dense(weight, x, y.data());
+      products::dense(member, weight, x, y, done);
     } else if (ours) {
-      static thread_local products::Fixed fixed;
-      products::int4(weight, scales_and_zeros, group, x, y.data(), fixed);
+      products::int4(member, weight, scales_and_zeros, group, x, y, done);
     } else {
       Tensor row = at::empty({1, k}, at::TensorOptions().dtype(dtype()));
       from_float(x, row.data_ptr(), dtype(), k);
       Tensor out = group ? at::_weight_int4pack_mm_for_cpu(row, weight, group, scales_and_zeros) : at::linear(row, weight);
-      to_float(out, y.data(), n);
-    }
-    if (bias.defined()) {
-      const float* b = bias.const_data_ptr<float>();
-      for (int64_t i = 0; i < n; ++i) y[i] += b[i];
+      to_float(out, y, outputs());
+      done(0, outputs());
     }
   }
 };
@@ -113,14 +117,23 @@ double cosine(const float* a, const float* b, int64_t n) {
   return ab / std::sqrt(std::max(static_cast<double>(aa) * bb, 1e-30));
 }
 
-// gate = silu(gate) * up
-void silu_times(float* gate, const float* up, int64_t n) {
+// out = silu(gate) * up
+void silu_times(const float* gate, const float* up, int64_t n, std::vector<float>& out) {
+  out.resize(n);
   int64_t i = 0;
   for (; i + lanes::N <= n; i += lanes::N) {
     const lanes::V g = lanes::widen(gate + i);
-    lanes::store(gate + i, g * lanes::widen(up + i) / (lanes::set(1) + lanes::exp(lanes::set(0) - g)));
+    lanes::store(out.data() + i, g * lanes::widen(up + i) / (lanes::set(1) + lanes::exp(lanes::set(0) - g)));
   }
-  for (; i < n; ++i) gate[i] = gate[i] * up[i] / (1 + std::exp(-gate[i]));
+  for (; i < n; ++i) out[i] = gate[i] * up[i] / (1 + std::exp(-gate[i]));
+}
+
+// One head of a row, head_dim floats, turned to its position; what lies beyond rotary_dim is only scaled.
+void rotate(const float* head, const float* cos, const float* sin, int64_t head_dim, int64_t rotary_dim, float* turned) {
+  const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < half; ++i) turned[i] = head[i] * cos[i] + head[half + i] * sin[i];
+  for (int64_t i = 0; i < half; ++i) turned[half + i] = head[half + i] * cos[half + i] + head[i] * sin[half + i];
+  for (int64_t i = rotary_dim; i < head_dim; ++i) turned[i] = head[i] * cos[i];
 }
 
 // The layers of one backbone or one river; immutable once filled.
@@ -155,80 +168,125 @@ struct Stack : torch::CustomClassHolder {
     TORCH_CHECK(hidden.is_contiguous() && cos.is_contiguous() && sin.is_contiguous() && cache.stride(4) == 1, "rows must be contiguous");
     TORCH_CHECK(slots.size() == 1 || static_cast<int64_t>(slots.size()) == last - first, "a slot for every layer, or one for all");
     for (int64_t slot : slots) TORCH_CHECK(0 <= slot && slot < cache.size(3), "no such slot");
-    const int64_t d = hidden.size(-1), all = heads + 2 * kv_heads, half = rotary_dim / 2;
-    std::vector<Tensor> states;
+    const int64_t d = hidden.size(-1);
+    Tensor states = at::empty({last - first, 1, d}, hidden.options());
+    Shared shared = room(first, last, *std::max_element(slots.begin(), slots.end()) + 1);
     std::vector<double> similarities;
-    states.reserve(last - first), similarities.reserve(last - first);
-    std::vector<float> x, y, row(all * head_dim);
-    Tensor current = hidden;
-    attention::Partial partial;
-    const auto kept = cache.scalar_type();
-    for (int64_t l = first; l < last; ++l) {
-      const Layer& layer = layers[l];
-      const float* h = current.const_data_ptr<float>();
-      Tensor next = at::empty({1, d}, hidden.options());
-      float* out = next.data_ptr<float>();
-
-      rms_norm(h, layer.input_norm.const_data_ptr<float>(), d, eps, x);
-      layer.qkv(x.data(), d, y);
-      if (layer.qk_norm.defined()) {
-        const float* weight = layer.qk_norm.const_data_ptr<float>();
-        for (int64_t n = 0; n < heads + kv_heads; ++n) {
-          float* head = y.data() + n * head_dim;
-          const float scale = 1.0f / std::sqrt(mean_square(head, head_dim) + static_cast<float>(eps));
-          for (int64_t i = 0; i < head_dim; ++i) head[i] *= scale * weight[n * head_dim + i];
-        }
+    with_members(first, last, [&](const crew::Member& member) {
+      Own own;
+      const float* h = hidden.const_data_ptr<float>();
+      for (int64_t l = first; l < last; ++l) {
+        float* out = states.data_ptr<float>() + (l - first) * d;
+        attend(member, layers[l], h, d, l, cache, slots.size() == 1 ? slots[0] : slots[l - first], cos, sin, shared, own, out);
+        feed_forward(member, layers[l], d, shared, own, out);
+        const double similarity = cosine(h, out, d);  // every member finds the same
+        if (member.index == 0) similarities.push_back(similarity);
+        if (similarity > tau) break;
+        h = out;
       }
-      const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-      for (int64_t n = 0; n < all; ++n) {
-        const float* head = y.data() + n * head_dim;
-        const float *hc = c + n * head_dim, *hs = s + n * head_dim;
-        float* turned = row.data() + n * head_dim;
-        for (int64_t i = 0; i < half; ++i) turned[i] = head[i] * hc[i] + head[half + i] * hs[i];
-        for (int64_t i = 0; i < half; ++i) turned[half + i] = head[half + i] * hc[half + i] + head[i] * hs[half + i];
-        for (int64_t i = rotary_dim; i < head_dim; ++i) turned[i] = head[i] * hc[i];
-      }
-      const int64_t slot = slots.size() == 1 ? slots[0] : slots[l - first];
-      for (int64_t which = 0; which < 2; ++which) {
-        for (int64_t n = 0; n < kv_heads; ++n) {
-          const int64_t at = l * cache.stride(0) + which * cache.stride(1) + n * cache.stride(2) + slot * cache.stride(3);
-          char* entry = static_cast<char*>(cache.data_ptr()) + at * cache.element_size();
-          from_float(row.data() + (heads + which * kv_heads + n) * head_dim, entry, kept, head_dim);
-        }
-      }
-      const int64_t from = layer.window ? std::max<int64_t>(0, slot + 1 - layer.window) : 0;
-      x.resize(heads * head_dim);
-      products::with_weights(cache, [&](const auto* base) {
-        const auto* keys = base + l * cache.stride(0) + from * cache.stride(3);
-        attention::one_row(row.data(), keys, keys + cache.stride(1), slot + 1 - from, cache.stride(2), cache.stride(3), kv_heads,
-                           heads / kv_heads, head_dim, x.data(), partial);
-      });
-      layer.o(x.data(), heads * head_dim, y);
-      for (int64_t i = 0; i < d; ++i) out[i] = h[i] + y[i];
-
-      rms_norm(out, layer.post_norm.const_data_ptr<float>(), d, eps, x);
-      layer.gate_up(x.data(), d, y);
-      const int64_t width = static_cast<int64_t>(y.size()) / 2;
-      silu_times(y.data(), y.data() + width, width);
-      layer.down(y.data(), width, x);
-      for (int64_t i = 0; i < d; ++i) out[i] += x[i];
-      states.push_back(next);
-      similarities.push_back(cosine(h, out, d));
-      if (similarities.back() > tau) break;
-      current = next;
-    }
-    return {states, similarities};
+    });
+    return {states.narrow(0, 0, similarities.size()).unbind(0), similarities};
   }
 
   // The products of layers first .. last - 1 in the order of a step, and nothing else: the floor that a step is measured against.
   void products_only(int64_t first, int64_t last) const {
-    std::vector<float> x, y;
+    Shared shared = room(first, last, 1);
+    with_members(first, last, [&](const crew::Member& member) {
+      std::vector<float> x;
+      for (int64_t l = first; l < last; ++l) {
+        for (const Product* product : {&layers[l].qkv, &layers[l].o, &layers[l].gate_up, &layers[l].down}) {
+          x.assign(product->inputs(), 0.5f);
+          (*product)(member, x.data(), product->inputs(), shared.y.data(), products::no_more);
+          member.meet();  // the next product would need all of this one
+        }
+      }
+    });
+  }
+
+ private:
+  // What the members of one call make together: the outputs of products, the heads of the row in their places, parts of attention.
+  struct Shared {
+    std::vector<float> y, z, row;
+    attention::Partial partial;
+  };
+
+  // What each member makes for itself, because that takes less time than to wait for another's: the input of the next product.
+  struct Own {
+    std::vector<float> x;
+  };
+
+  Shared room(int64_t first, int64_t last, int64_t entries) const {
+    Shared shared;
+    int64_t most = 0;
     for (int64_t l = first; l < last; ++l) {
       for (const Product* product : {&layers[l].qkv, &layers[l].o, &layers[l].gate_up, &layers[l].down}) {
-        x.assign(product->inputs(), 0.5f);
-        (*product)(x.data(), product->inputs(), y);
+        most = std::max(most, product->outputs());
       }
     }
+    shared.y.resize(most), shared.z.resize(most), shared.row.resize((heads + 2 * kv_heads) * head_dim);
+    shared.partial.make_room(entries, heads, head_dim);
+    return shared;
+  }
+
+  // ATen's kernels bring their own threads, and want to be called by one.
+  template <typename F>
+  void with_members(int64_t first, int64_t last, F&& f) const {
+    const bool ours = std::all_of(layers.begin() + first, layers.begin() + last, [](const Layer& layer) { return layer.qkv.ours; });
+    ours ? crew::together(f) : f(crew::Member{});
+  }
+
+  // out [d] = h [d] + attention, after writing entry `slot` of the cache.
+  void attend(const crew::Member& member, const Layer& layer, const float* h, int64_t d, int64_t l, const Tensor& cache, int64_t slot,
+              const Tensor& cos, const Tensor& sin, Shared& shared, Own& own, float* out) const {
+    rms_norm(h, layer.input_norm.const_data_ptr<float>(), d, eps, own.x);
+    float *y = shared.y.data(), *row = shared.row.data();
+    layer.qkv(member, own.x.data(), d, y, products::no_more);
+    member.meet();
+    const int64_t all = heads + 2 * kv_heads;
+    member.share(all, all, [&](int64_t begin, int64_t end) {
+      const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
+      for (int64_t n = begin; n < end; ++n) {
+        float* head = y + n * head_dim;
+        if (layer.qk_norm.defined() && n < heads + kv_heads) {
+          const float* weight = layer.qk_norm.const_data_ptr<float>() + n * head_dim;
+          const float scale = 1.0f / std::sqrt(mean_square(head, head_dim) + static_cast<float>(eps));
+          for (int64_t i = 0; i < head_dim; ++i) head[i] *= scale * weight[i];
+        }
+        rotate(head, c + n * head_dim, s + n * head_dim, head_dim, rotary_dim, row + n * head_dim);
+        if (n < heads) continue;
+        const int64_t which = (n - heads) / kv_heads, kv_head = (n - heads) % kv_heads;  // keys, then values
+        const int64_t at = l * cache.stride(0) + which * cache.stride(1) + kv_head * cache.stride(2) + slot * cache.stride(3);
+        char* entry = static_cast<char*>(cache.data_ptr()) + at * cache.element_size();
+        from_float(row + n * head_dim, entry, cache.scalar_type(), head_dim);
+      }
+    });
+    member.meet();
+    const int64_t from = layer.window ? std::max<int64_t>(0, slot + 1 - layer.window) : 0;
+    own.x.resize(heads * head_dim);
+    products::with_weights(cache, [&](const auto* base) {
+      const auto* keys = base + l * cache.stride(0) + from * cache.stride(3);
+      attention::one_row(member, row, keys, keys + cache.stride(1), slot + 1 - from, cache.stride(2), cache.stride(3), kv_heads,
+                         heads / kv_heads, head_dim, own.x.data(), shared.partial);
+    });
+    layer.o(member, own.x.data(), heads * head_dim, out, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) out[i] += h[i];
+    });
+    member.meet();
+  }
+
+  // out [d] += the MLP of out.
+  void feed_forward(const crew::Member& member, const Layer& layer, int64_t d, Shared& shared, Own& own, float* out) const {
+    rms_norm(out, layer.post_norm.const_data_ptr<float>(), d, eps, own.x);
+    float* y = shared.y.data();
+    layer.gate_up(member, own.x.data(), d, y, products::no_more);
+    member.meet();
+    const int64_t width = layer.gate_up.outputs() / 2;
+    silu_times(y, y + width, width, own.x);
+    float* z = shared.z.data();  // not y, which others may still be reading
+    layer.down(member, own.x.data(), width, z, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) out[i] += z[i];
+    });
+    member.meet();
   }
 };
 

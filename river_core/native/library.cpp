@@ -14,7 +14,7 @@ Tensor dense_rows(const Tensor& x, const Tensor& weight) {
   const Tensor in = x.to(at::kFloat).contiguous();
   Tensor out = at::empty({x.size(0), weight.size(0)}, in.options());
   for (int64_t t = 0; t < x.size(0); ++t) {
-    products::dense(weight, in.const_data_ptr<float>() + t * x.size(1), out.data_ptr<float>() + t * weight.size(0));
+    products::dense({}, weight, in.const_data_ptr<float>() + t * x.size(1), out.data_ptr<float>() + t * weight.size(0), products::no_more);
   }
   return out;
 }
@@ -26,10 +26,19 @@ Tensor attend(const Tensor& query, const Tensor& cache) {
               "shapes of an attention");
   Tensor out = at::empty_like(query);
   attention::Partial partial;
+  partial.make_room(cache.size(2), query.size(0), query.size(1));
   products::with_weights(cache, [&](const auto* keys) {
-    attention::one_row(query.const_data_ptr<float>(), keys, keys + cache.stride(0), cache.size(2), cache.stride(1), cache.stride(2),
+    attention::one_row({}, query.const_data_ptr<float>(), keys, keys + cache.stride(0), cache.size(2), cache.stride(1), cache.stride(2),
                        cache.size(1), query.size(0) / cache.size(1), query.size(1), out.data_ptr<float>(), partial);
   });
+  return out;
+}
+
+// Row `id` of an embedding [V, d] -> [1, d] float.
+Tensor embed(const Tensor& embedding, int64_t id) {
+  TORCH_CHECK(embedding.dim() == 2 && embedding.is_contiguous() && 0 <= id && id < embedding.size(0), "no such row");
+  Tensor out = at::empty({1, embedding.size(1)}, at::kFloat);
+  to_float(embedding[id], out.data_ptr<float>(), embedding.size(1));
   return out;
 }
 
@@ -43,9 +52,8 @@ Tensor int4_rows(const Tensor& x, const Tensor& codes, const Tensor& scales, int
               "shapes of a 4-bit product");
   const Tensor in = x.to(at::kFloat).contiguous();
   Tensor out = at::empty({x.size(0), 16 * codes.size(0)}, in.options());
-  products::Fixed fixed;
   for (int64_t t = 0; t < x.size(0); ++t) {
-    products::int4(codes, scales, group, in.const_data_ptr<float>() + t * x.size(1), out.data_ptr<float>() + t * out.size(1), fixed);
+    products::int4({}, codes, scales, group, in.const_data_ptr<float>() + t * x.size(1), out.data_ptr<float>() + t * out.size(1), products::no_more);
   }
   return out;
 }
@@ -59,6 +67,8 @@ TORCH_LIBRARY(river_native, m) {
       .def("run", &Stack::run)
       .def("products_only", &Stack::products_only);
   m.def("screen", &screen);
+  m.def("head_input", &head_input);
+  m.def("embed", &embed);
   m.def("attend", &attend);
   m.def("dense_rows", &dense_rows);
   m.def("int4_rows", &int4_rows);

@@ -4,13 +4,13 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "crew.h"
 #include "lanes.h"
 
 namespace products {
@@ -33,12 +33,15 @@ template <typename T>
   return lanes::dot<true>(w, x, k);
 }
 
-// y [N] = W x for W [N, K] of 16 or 32 bits; activations and sums are floats.
-inline void dense(const Tensor& weight, const float* x, float* y) {
+// y [N] = W x for W [N, K] of 16 or 32 bits; activations and sums are floats. finish(begin, end): called by the member that has made
+// those outputs.
+template <typename F>
+void dense(const crew::Member& member, const Tensor& weight, const float* x, float* y, F&& finish) {
   const int64_t n = weight.size(0), k = weight.size(1);
   with_weights(weight, [&](const auto* w) {
-    at::parallel_for(0, n, std::max<int64_t>(1, 65536 / k), [&](int64_t begin, int64_t end) {
+    member.share(n, std::max<int64_t>(1, 65536 / k), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) y[r] = row(w + r * k, x, k);
+      finish(begin, end);
     });
   });
 }
@@ -91,8 +94,7 @@ struct Fixed {
     high.resize(k), low.resize(k), scale.resize(k / group), sum.resize(k / group);
     for (int64_t g = 0; g < k / group; ++g) {
       const float* in = x + g * group;
-      float most = 0;
-      for (int64_t i = 0; i < group; ++i) most = std::max(most, std::abs(in[i]));
+      const float most = lanes::largest<true>(in, group);
       const float unit = std::max(most, 1e-30f) / 32512, inverse = 1 / unit;  // 127 * 256: both bytes stay signed
       int32_t total = 0;
       int8_t *h = high.data() + g * group, *l = low.data() + g * group;
@@ -108,19 +110,24 @@ struct Fixed {
 };
 
 #if RIVER_LANES >= 8
-inline void int4(const Tensor& codes, const Tensor& scales, int64_t group, const float* x, float* y, Fixed& fixed) {
+// As `dense`, for 4-bit codes.
+template <typename F>
+void int4(const crew::Member& member, const Tensor& codes, const Tensor& scales, int64_t group, const float* x, float* y, F&& finish) {
+  static thread_local Fixed fixed;
   constexpr int64_t L = lanes::N, parts = 16 / L;  // vectors that hold the 16 outputs of a block
   const int64_t blocks = codes.size(0), k = 8 * codes.size(1), groups = k / group;
   fixed.set(x, k, group);
   const auto* c = codes.const_data_ptr<uint8_t>();
   const auto* s = scales.const_data_ptr<at::BFloat16>();
+  // The caller's, for all threads that ATen may bring.
   const auto *high_bytes = fixed.high.data(), *low_bytes = fixed.low.data();
+  const auto *scale_of = fixed.scale.data(), *sum_of = fixed.sum.data();
   auto four = [](const int8_t* p) {
     int32_t x;
     __builtin_memcpy(&x, p, 4);
     return spread(x);
   };
-  at::parallel_for(0, blocks, std::max<int64_t>(1, 8192 / k), [&](int64_t begin, int64_t end) {
+  member.share(blocks, std::max<int64_t>(1, 8192 / k), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       lanes::V out[parts];
       for (auto& v : out) v = lanes::set(0);
@@ -139,7 +146,7 @@ inline void int4(const Tensor& codes, const Tensor& scales, int64_t group, const
             h2[p] = dot4(h2[p], last, h_last), l2[p] = dot4(l2[p], last, l_last);
           }
         }
-        const lanes::V unit = lanes::set(fixed.scale[g]), sum = lanes::set(fixed.sum[g]), eight = lanes::set(-8 * fixed.sum[g]);
+        const lanes::V unit = lanes::set(scale_of[g]), sum = lanes::set(sum_of[g]), eight = lanes::set(-8 * sum_of[g]);
         for (int64_t p = 0; p < parts; ++p) {
           const lanes::V scale = lanes::widen(row + L * p), shift = lanes::widen(row + 16 + L * p);
           const lanes::V found = lanes::fma(floats(plus(times256(plus(h[p], h2[p])), plus(l[p], l2[p]))), unit, eight);
@@ -148,12 +155,16 @@ inline void int4(const Tensor& codes, const Tensor& scales, int64_t group, const
       }
       for (int64_t p = 0; p < parts; ++p) lanes::store(y + 16 * b + L * p, out[p]);
     }
+    finish(16 * begin, 16 * end);
   });
 }
 #else
-inline void int4(const Tensor&, const Tensor&, int64_t, const float*, float*, Fixed&) {
+template <typename F>
+void int4(const crew::Member&, const Tensor&, const Tensor&, int64_t, const float*, float*, F&&) {
   TORCH_CHECK(false, "4-bit products are not written for this processor");
 }
 #endif
+
+inline void no_more(int64_t, int64_t) {}  // to finish with
 
 }  // namespace products

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "layers.h"
 #include "products.h"
 
 namespace {
@@ -54,19 +55,31 @@ inline int64_t whole_dot(const int8_t* codes, const uint8_t* high, const uint8_t
 }
 #endif
 
-// x: [1, K], the head's input as the head reads it. codes: int8 [V, K]; scales, errors, norms, sums: float [V], where errors[r] is
+// state [1, K] float, the last layer's output -> what a head of `dtype` reads: its root-mean-square norm, rounded to that dtype.
+Tensor head_input(const Tensor& state, const Tensor& norm, double eps, at::ScalarType dtype) {
+  const int64_t k = state.numel();
+  TORCH_CHECK(norm.numel() == k && state.is_contiguous() && norm.is_contiguous() && state.scalar_type() == at::kFloat, "shapes of a norm");
+  std::vector<float> normed;
+  rms_norm(state.const_data_ptr<float>(), norm.const_data_ptr<float>(), k, eps, normed);
+  Tensor out = at::empty({1, k}, state.options().dtype(dtype));
+  from_float(normed.data(), out.data_ptr(), dtype, k);
+  return out;
+}
+
+// state, norm, eps: as for head_input. codes: int8 [V, K]; scales, errors, norms, sums: float [V], where errors[r] is
 // the length of row r's rounding error, norms[r] at least the length of the row and of its rounded copy, sums[r] the sum of its codes.
 // By Cauchy-Schwarz |score - exact| <= errors[r] |x| + norms[r] |x's own rounding error|; rounding inside either sum adds less than
 // K 2^-22 norms[r] |x|. most: rows beyond which the full head is the cheaper one.
-// Returns the rows that may hold the largest logit, ascending, and their exact logits; both empty if they are too many.
-std::tuple<Tensor, Tensor> screen(const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& errors, const Tensor& norms,
+// Returns the row of the largest logit, the first of several; the rows that might have held it, ascending; and their exact logits. -1 and
+// nothing if they are too many.
+std::tuple<int64_t, Tensor, Tensor> screen(const Tensor& state, const Tensor& norm, double eps, const Tensor& codes, const Tensor& scales, const Tensor& errors, const Tensor& norms,
                                   const Tensor& sums, const Tensor& weight, int64_t most) {
   const int64_t rows = codes.size(0), k = codes.size(1);
   for (const Tensor& t : {scales, errors, norms, sums}) TORCH_CHECK(t.numel() == rows && t.scalar_type() == at::kFloat, "shapes of a screened head");
-  TORCH_CHECK(x.numel() == k && codes.is_contiguous() && weight.is_contiguous(), "shapes of a screened head");
-  Tensor wide = x.to(at::kFloat).contiguous();
-  const float* in = wide.const_data_ptr<float>();
-  const float length = std::sqrt(wide.square().sum().item<float>());
+  TORCH_CHECK(state.numel() == k && weight.size(1) == k && codes.is_contiguous() && weight.is_contiguous(), "shapes of a screened head");
+  std::vector<float> wide(k);
+  to_float(head_input(state, norm, eps, weight.scalar_type()), wide.data(), k);
+  const float *in = wide.data(), length = std::sqrt(k * mean_square(in, k));
   const auto* c = codes.const_data_ptr<int8_t>();
   const float *s = scales.const_data_ptr<float>(), *e = errors.const_data_ptr<float>();
   const float *n = norms.const_data_ptr<float>(), *total = sums.const_data_ptr<float>();
@@ -106,12 +119,13 @@ std::tuple<Tensor, Tensor> screen(const Tensor& x, const Tensor& codes, const Te
       if (score_of[r] + reach_of[r] >= least) left.push_back(r);
     }
   }
-  if (left.empty() || static_cast<int64_t>(left.size()) > most) return {at::empty({0}, at::kLong), at::empty({0})};
+  if (left.empty() || static_cast<int64_t>(left.size()) > most) return {-1, at::empty({0}, at::kLong), at::empty({0})};
   Tensor exact = at::empty({static_cast<int64_t>(left.size())}, at::kFloat);
   products::with_weights(weight, [&](const auto* w) {
     for (size_t i = 0; i < left.size(); ++i) exact.data_ptr<float>()[i] = products::row(w + left[i] * k, in, k);
   });
-  return {at::tensor(left, at::kLong), exact};
+  const float* logits = exact.const_data_ptr<float>();
+  return {left[std::max_element(logits, logits + left.size()) - logits], at::tensor(left, at::kLong), exact};
 }
 
 }  // namespace

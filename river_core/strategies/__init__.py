@@ -11,13 +11,14 @@ import torch
 from river_core.decoder import Decoder
 from river_core.exit_rules import ExitRule
 from river_core.kv_cache import BACKBONE, KVCache
+from river_core.screening import Largest
 
 
 @dataclass
 class Step:
     """What one generated token left behind.
 
-    logits: [V] float32, from which it is drawn.
+    logits: [V] float32, from which it is drawn; in a step of a greedy lane perhaps only the largest, until the clock has stopped.
     exit_layer: backbone blocks that the fed token ran before it left; L = no exit.
     layers_run, river_layers: backbone and river blocks executed for it, once for every row that went through (a recomputed token counts again).
     token: the id, filled in by `advance`.
@@ -28,7 +29,7 @@ class Step:
     facts: what only this strategy has to say, JSON-ready.
     """
 
-    logits: torch.Tensor
+    logits: torch.Tensor | Largest
     exit_layer: int
     layers_run: int
     river_layers: int
@@ -68,11 +69,20 @@ class Strategy:
         self.marks.append((part, time.perf_counter_ns()))
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The original norm and head on states [T, d]; logits [T, V], of which only the largest is certain to be there in a greedy lane."""
-        logits = self.decoder.head(hidden_states, self.greedy)
-        self._answered = hidden_states if self.greedy and self.decoder.screen is not None and len(hidden_states) == 1 else None
+        """The original norm and head on states [T, d] -> logits [T, V]."""
+        logits = self.decoder.head(hidden_states)
+        self._answered = None
         self.mark("head")
         return logits
+
+    def answer(self, state: torch.Tensor) -> torch.Tensor | Largest:
+        """The original norm and head on one state [1, d] -> logits [V], or in a greedy lane perhaps only the largest of them."""
+        largest = self.decoder.largest(state) if self.greedy else None
+        if largest is None:
+            return self.logits(state)[0]
+        self._answered = state
+        self.mark("head")
+        return largest
 
     def all_logits(self) -> torch.Tensor | None:
         """All logits [V] of the last answer, if its step did without most of them; for the observer, after the clock has stopped."""
@@ -92,7 +102,7 @@ class Strategy:
         """
         states, _, _ = self.run_backbone(token_ids, 0, cache)
         cache.length = len(token_ids)
-        return Step(self.logits(states[-1][-1:])[0], self.last, self.last, 0, hidden_states=states)
+        return Step(self.answer(states[-1][-1:]), self.last, self.last, 0, hidden_states=states)
 
     def step(self, token_id: int, position: int, index: int, cache: KVCache) -> Step:
         """Feed one token at `position`, for the logits of generated token `index`."""
@@ -110,12 +120,12 @@ class Strategy:
         cache.length = position + 1
         return Step(self.exit_logits(states[-1][-1:], depth), depth, depth, 0, scores=scores, hidden_states=states)
 
-    def exit_logits(self, state: torch.Tensor, layer: int) -> torch.Tensor:
-        """The original head on the output [1, d] of block `layer`; logits [V]. Taken from the exit rule if its test made them."""
+    def exit_logits(self, state: torch.Tensor, layer: int) -> torch.Tensor | Largest:
+        """`answer` on the output [1, d] of block `layer`. Taken from the exit rule if its test made them."""
         made, self.rule.logits = self.rule.logits, None
         if made is not None and made[0] == layer:
             return made[1]
-        return self.logits(state)[0]
+        return self.answer(state)
 
     def flush(self, cache: KVCache) -> list[tuple[int, int, int, int]]:
         """Complete whatever the strategy left pending; returns the slots that were filled. Nothing for most strategies."""

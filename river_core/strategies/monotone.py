@@ -57,5 +57,5 @@ class SkipDecodeStrategy(Strategy):
             states += decoder.run_blocks(decoder.blocks, layer, layer + 1, states[-1], rows, cache, BACKBONE)
         self.mark("backbone")
         cache.length = position + 1
-        logits = self.logits(states[-1])[0]
+        logits = self.answer(states[-1])
         return Step(logits, len(chosen), len(chosen), 0, hidden_states=states, layers=chosen)

@@ -26,5 +26,5 @@ class RiverStrategy(Strategy):
             states += decoder.run_blocks(self.river.blocks, depth, last, states[-1], rows, cache, RIVER)
         self.mark("river")
         cache.length = start + len(token_ids)
-        logits = self.logits(states[-1][-1:])[0]
+        logits = self.answer(states[-1][-1:])
         return Step(logits, depth, depth, last - depth, scores=scores, hidden_states=states)

@@ -46,5 +46,5 @@ class SequenceStrategy(Strategy):
             layers += 1
             self.mark("backbone")
         cache.length = rows.stop
-        logits = self.logits(state[-1:])[0]
+        logits = self.answer(state[-1:])
         return Step(logits, self.depth, layers, 0, scores=scores, hidden_states=states)

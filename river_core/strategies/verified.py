@@ -69,7 +69,7 @@ class VerifiedStrategy(Strategy):
         hidden = decoder.embed([token_id])
         hidden = decoder.run_blocks(self.draft_blocks, 0, self.last, hidden, rows, cache, DRAFT)[-1]
         self.mark("river")
-        return self.logits(hidden)[0]
+        return self.answer(hidden)
 
     def _note(self, drafted, accepted):
         self.cycles += 1

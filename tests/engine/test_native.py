@@ -71,6 +71,24 @@ def test_16_bit_layers_stay_within_their_rounding(dtype, ours):
         assert 0 < apart < (5e-3 if (dtype, owner) == (torch.float16, BACKBONE) else 2e-2)
 
 
+@torch.inference_mode()
+def test_any_number_of_threads_makes_the_same_states():
+    """Threads meet between the parts of a layer; one that went on too early would read what another has not written yet."""
+    model = tiny_model()
+    threads = torch.get_num_threads()
+    try:
+        for blocks, owner in ((model.decoder.blocks, BACKBONE), (model.river.blocks, RIVER)):
+            blocks.stack = NATIVE.stack(model.decoder, blocks, True)
+            torch.set_num_threads(1)
+            alone, _ = decode(model, blocks, owner, steps=100)
+            for several in (2, 3, 5):  # 3 and 5 share heads and rows unevenly, and are more than most machines that run this have
+                torch.set_num_threads(several)
+                together, _ = decode(model, blocks, owner, steps=100)
+                assert torch.equal(together, alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(
     "method", ["backbone", "int4", "river:0.5", "masking:0.5", "recompute:0.5", "propagation:0.5", "monotone:0.5", "sequence@fixed", "verified+k=2", "skipdecode", "river@maxprob:0.01"]
 )  # fmt: skip
@@ -148,8 +166,10 @@ ops = torch.ops.river_native
 weight, x = torch.randn(48, 200), torch.randn(1, 200)
 for dtype in (torch.float16, torch.bfloat16, torch.float32):
     torch.testing.assert_close(ops.dense_rows(x, weight.to(dtype)), x @ weight.to(dtype).float().T, atol=1e-4, rtol=1e-4)
-screen = Screen(weight)
-assert int(screen(x).argmax()) == int((x @ weight.T).argmax())
+screen, norm = Screen(weight), torch.ones(200)
+read = ops.head_input(x, norm, 0.0, torch.float32)
+torch.testing.assert_close(read, torch.nn.functional.rms_norm(x, (200,)))
+assert screen(x, norm, 0.0).token == int((read @ weight.T).argmax())
 layer = Int4(quantise(torch.randn(48, 192), 4, 64))
 dense, x = layer.dense_weight(), torch.randn(1, 192)
 if ops.has_int4():
