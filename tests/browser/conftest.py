@@ -52,16 +52,19 @@ class Tab:
     url: str
     complaints: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
+    before: str | None = None  # the id of what was open when Run was last pressed
 
     def open(self, address: str = "") -> Tab:
         """Go to the page, or to an address of it such as "?recording=holes"."""
         self.page.goto(self.url + address)
         self.page.wait_for_selector("#stage [data-ready=true]", state="attached")
+        self.page.wait_for_selector(".recording", state="attached")  # the list has an answer of its own, and takes room when it comes
         return self
 
     def to_run(self) -> Tab:
         """Open the Run tab of a page whose model is there."""
         self.page.wait_for_selector("#model-pill[data-model-state=ready]")
+        self.page.wait_for_selector(".stage:not([data-source=preview])")  # what the page opens by itself is there before anything is done
         self.page.click("#run-tab-button")
         # The threshold is filled in once the page knows the model.
         self.page.wait_for_function("document.querySelector('#tau textarea, #tau input').value !== ''")
@@ -73,17 +76,55 @@ class Tab:
         box.blur()
 
     def press(self, button: str) -> None:
-        self.page.click(f"#{button}")
-        if button == "run":  # what is open gives way to the run, unless it has to wait or is refused
-            self.page.wait_for_selector(".stage[data-source=live], #run-line:not([hidden])")
+        """Click a button; after Run, wait until the run has begun, stands in line or is refused."""
+        if button != "run":
+            self.page.click(f"#{button}")
+            return
+        self.before = self.page.evaluate("document.querySelector('.stage').river.id")
+        self.ask("#run")
+        # Until its first event a run only says that it is about to start, and what is open stays, though it is "done".
+        self.page.wait_for_function(
+            """(before) => {
+                const { source, id } = document.querySelector('.stage').river;
+                const line = document.querySelector('#run-line');
+                const answered = !line.hidden && (line.dataset.state === 'failed' || line.textContent.includes('in line'));
+                return answered || (source === 'live' && id !== before);
+            }""",
+            arg=self.before,
+        )
+
+    def ask(self, selector: str, tries: int = 3) -> None:
+        """Click what starts a run or a sweep until the page asks for it: Gradio drops a click before it has heard that the one before is over."""
+        from playwright.sync_api import TimeoutError
+
+        for left in reversed(range(tries)):
+            try:
+                with self.page.expect_request(lambda request: "/queue/join" in request.url, timeout=5_000):
+                    self.page.click(selector)
+                return
+            except TimeoutError:
+                if left == 0:
+                    raise
 
     def refused(self) -> str:
         """The sentence beside the controls that says why a run was refused."""
         return self.page.wait_for_selector("#run-line[data-state=failed]:not([hidden])").text_content()
 
-    def drawn(self) -> None:
+    def drawn(self, frames: int = 2) -> None:
         """Until what has happened is on the screen: the stage draws once a frame."""
-        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.page.evaluate(
+            """async (frames) => {
+                for (let k = 0; k < frames; k += 1) await new Promise((done) => requestAnimationFrame(done));
+            }""",
+            frames,
+        )
+
+    def settled(self) -> None:
+        """Until nothing fades or slides any more; what moves without end does not count."""
+        self.drawn()
+        self.page.wait_for_function(
+            """() => document.getAnimations().every((one) => one.playState !== 'running' || one.effect.getComputedTiming().endTime === Infinity)"""
+        )
 
     @property
     def clock(self) -> int:
@@ -93,12 +134,33 @@ class Tab:
     def wait_open(self, trace_id: str) -> None:
         """Until a recording or a file is what the stage shows."""
         self.page.wait_for_function("(id) => window.opened?.at(-1) === id", arg=trace_id)
+        self.drawn()
 
     def wait_state(self, *states: str) -> None:
-        self.page.wait_for_selector(", ".join(f".stage[data-run-state={state}]" for state in states))
+        """Until the run that was asked for last is in one of these states, and is drawn so; a recording counts as "done" too."""
+        self.page.wait_for_function(
+            """([before, states]) => {
+                const stage = document.querySelector('.stage');
+                const { source, id, whole } = stage.river;
+                const known = source === 'live' && id !== before && states.includes(whole.state);
+                return known && stage.dataset.source === 'live' && stage.dataset.runState === whole.state;
+            }""",
+            arg=[self.before, list(states)],
+        )
+        self.drawn()
 
     def wait_tokens(self, count: int) -> None:
-        self.page.wait_for_function(f"document.querySelectorAll('.tok').length >= {count}")
+        """Until the run that was asked for last has written so many tokens, over all lanes, and they are on the screen."""
+        self.page.wait_for_function(
+            """([before, count]) => {
+                const { source, id, whole } = document.querySelector('.stage').river;
+                const written = [...whole.lanes.values()].reduce((sum, lane) => sum + lane.count, 0);
+                return source === 'live' && id !== before && written >= count;
+            }""",
+            arg=[self.before, count],
+        )
+        self.drawn()
+        self.page.wait_for_function("(count) => document.querySelectorAll('.tok').length >= count", arg=count)
 
     def lane_text(self, lane: str) -> str:
         return self.page.text_content(f".text[data-lane={lane}]")
@@ -137,7 +199,7 @@ def visit(chromium):
 
     def open_tab(server, address: str = "", width: int = 1280, height: int = 900, theme: str = "light", **options) -> Tab:
         context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=theme, **options)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)  # a run of some dozen tokens on two cores that server, engine and browser share
         context.add_init_script(WITNESS)
         tab = Tab(context.new_page(), context, server.url)
         watch(tab, urlsplit(server.url).netloc)
@@ -169,7 +231,7 @@ def watch(tab: Tab, host: str) -> None:
 def new_tab(visit, page_server):
     """Opens visitors in the Run tab of the page with the real model, whose engine must be free in the end."""
     yield lambda **options: visit(page_server, **options).to_run()
-    page_server.wait_idle(within=10)
+    page_server.wait_idle(within=20)
 
 
 @pytest.fixture

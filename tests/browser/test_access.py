@@ -39,7 +39,9 @@ def test_no_serious_finding_and_no_side_scroll_in_any_tab(watcher, axe, width, t
         if name == "run":
             page.click("#sampling button >> nth=0")
             page.wait_for_selector("#more textarea, #more input")
-        page.wait_for_timeout(300)
+        if name == "analyse":
+            page.wait_for_selector(".an-plot[data-chart] .main-svg")
+        tab.settled()
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"{name} scrolls sideways"
         found += [f"{name} · {line}" for line in findings(page, axe)]
     assert found == []
@@ -69,6 +71,7 @@ def test_no_serious_finding_and_no_side_scroll_in_any_view_of_analyse(watcher, a
             page.wait_for_selector(".an-texts")
         if name == "sweep":
             page.click(".an-saved summary")
+        tab.settled()
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"{name} scrolls sideways"
         found += [f"{name} · {line}" for line in findings(page, axe)]
     assert found == []
@@ -77,6 +80,8 @@ def test_no_serious_finding_and_no_side_scroll_in_any_view_of_analyse(watcher, a
 def test_the_run_panel_is_low_enough_to_see_the_race_below_it(watcher):
     tab = watcher()
     tab.page.click("#run-tab-button")
+    tab.page.wait_for_selector("#run")  # what is in the tab comes when it is first opened
+    tab.settled()
     assert tab.page.locator("#run-tab").bounding_box()["height"] <= 420
 
 
@@ -86,5 +91,5 @@ def test_with_reduced_motion_nothing_plays_by_itself(watcher, waiting_server):
     assert tab.page.get_attribute(".stage", "data-playing") == "false"
     assert tab.page.locator(".tok").count() > 10, "the whole recording is there to be read"
     clock = tab.clock
-    tab.page.wait_for_timeout(200)
+    tab.drawn(frames=12)
     assert tab.clock == clock

@@ -49,14 +49,14 @@ def test_counters_move_while_the_lanes_run_and_stop_frees_the_engine(new_tab, pa
     before = tab.page.evaluate(count)
     tab.page.wait_for_function(f"{count} > {before}")
     tab.press("stop")
-    page_server.wait_idle(within=3)
+    page_server.wait_idle(within=10)  # all of the run would take several times as long
     tab.wait_state("done")
     assert "stopped" in tab.page.text_content(".lane[data-lane=backbone] .lane-status")
     assert tab.status().startswith("Stopped.")
     tab.fill("max-tokens", "3")
     tab.press("run")
-    tab.page.wait_for_function("document.querySelector('.stage .status').textContent.startsWith('Stopped') === false")
     tab.wait_state("done")
+    assert not tab.status().startswith("Stopped")
     assert tab.page.locator(".text[data-lane=backbone] .tok").count() <= 3
 
 
@@ -133,6 +133,7 @@ def test_a_refused_run_or_file_takes_nothing_off_the_page(new_tab):
     page.click("#sampling button >> nth=0")
     page.wait_for_selector("#more textarea, #more input")
     page.keyboard.press("End")
+    tab.drawn()
     refuse()  # over a recording
     tab.fill("max-tokens", "6")
     tab.press("run")
@@ -164,7 +165,7 @@ def test_no_lane_and_too_few_tokens_are_explained(new_tab):
 
 def test_two_visitors_wait_for_one_another_and_never_mix(new_tab):
     first, second = new_tab(), new_tab()
-    first.fill("prompt", "Name three rivers.")
+    first.fill("prompt", LONG)  # it is still being answered when the second visitor comes, however slow that is
     first.fill("max-tokens", "1500")
     second.fill("prompt", "Name three colours.")
     second.fill("max-tokens", "8")
@@ -177,7 +178,7 @@ def test_two_visitors_wait_for_one_another_and_never_mix(new_tab):
     first.press("stop")
     second.page.wait_for_selector(".stage[data-source=live][data-run-state=done]")
     assert second.page.text_content(".prompt-text") == "Name three colours."
-    assert first.page.text_content(".prompt-text") == "Name three rivers."
+    assert first.page.text_content(".prompt-text") == LONG
     assert second.page.locator(".text[data-lane=river] .tok").count() <= 8
 
 
@@ -188,7 +189,7 @@ def test_closing_the_tab_frees_the_engine(new_tab, page_server):
     tab.press("run")
     tab.wait_tokens(3)
     tab.page.close()
-    page_server.wait_idle(within=3)
+    page_server.wait_idle(within=10)
 
 
 def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
@@ -200,14 +201,15 @@ def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
     tab.open()
     tab.page.wait_for_selector("#run-tab-button[aria-selected=true]")
     tab.complaints.clear()  # Gradio reports the stream that the reload cut off
-    page_server.wait_idle(within=3)
+    page_server.wait_idle(within=10)
     tab.wait_state("done")
     assert tab.page.text_content(".prompt-text") == LONG
     assert tab.page.locator(".tok").count() >= 6
     tab.fill("max-tokens", "3")
     tab.press("run")
-    tab.page.wait_for_function("document.querySelectorAll('.tok').length <= 9")
     tab.wait_state("done")
+    assert tab.page.locator(".tok").count() <= 9
+    assert tab.page.locator(".text[data-lane=backbone] .tok").count() <= 3
 
 
 def test_a_hidden_page_catches_up_when_it_is_seen_again(new_tab):
@@ -217,13 +219,16 @@ def test_a_hidden_page_catches_up_when_it_is_seen_again(new_tab):
         Object.defineProperty(document, 'visibilityState', { value: hidden ? 'hidden' : 'visible', configurable: true });
         document.dispatchEvent(new Event('visibilitychange'));
     }"""
-    tab.fill("max-tokens", "40")
+    tab.fill("prompt", LONG)
+    tab.fill("max-tokens", "64")
     tab.press("run")
     tab.wait_tokens(3)
     tab.page.evaluate(hide, True)
+    seen = tab.page.locator(".tok").count()
     tab.page.wait_for_function("document.querySelector('.gradio-container').dataset.runState === 'done'")
     tab.page.evaluate(hide, False)
     tab.wait_state("done")
+    assert tab.page.locator(".tok").count() > seen, "something came while nobody looked"
     count = tab.page.text_content(".lane[data-lane=backbone] .metric-count b")
     assert tab.page.locator(".text[data-lane=backbone] .tok").count() == int(count)
 

@@ -156,6 +156,7 @@ def test_a_file_can_be_dropped_anywhere_and_hostile_text_in_it_stays_text(watche
     assert tab.page.locator("#stage img, #stage b:text-is('bold'), #stage script, .page-note img").count() == 0
     # The file is known to its own tab alone.
     other = watcher()
+    other.page.wait_for_selector(".stage[data-source=recording]")
     assert opened(tab) not in str(other.page.evaluate("window.opened"))
     assert other.page.text_content(".prompt-text") != hostile
 

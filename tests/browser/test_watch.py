@@ -15,7 +15,7 @@ def still(tab) -> int:
     """The clock of a paused film; fails if it moves."""
     tab.drawn()
     before = tab.clock
-    tab.page.wait_for_timeout(100)
+    tab.drawn(frames=6)
     assert tab.clock == before
     return before
 
@@ -41,6 +41,7 @@ def test_something_moves_soon_after_opening_while_the_model_still_loads(watcher,
     assert page.get_attribute("#watch-tab-button", "aria-selected") == "true"
     tab.wait_open(f"recording:{first(waiting_server)}")
     assert page.get_attribute(".stage", "data-source") == "recording"
+    page.wait_for_selector(".watch-model:not(:empty)")  # the server is asked for it, and for the list, beside the recording
     assert "model for runs of your own is still loading" in page.text_content("#watch-tab")
     assert page.locator(".recording").count() == len(waiting_server.runs.recordings)
     assert page.locator(".recording[aria-current=true]").get_attribute("data-slug") == first(waiting_server)
@@ -86,6 +87,9 @@ def test_play_pause_step_and_scrub(watcher):
     page.click("#run-tab-button")
     box = page.locator("#prompt textarea")
     box.fill("")
+    slider.fill("0")  # the film is short: from its start it outlasts the typing
+    page.evaluate("document.querySelector('.stage').river.play()")
+    playing(tab, True)
     box.press_sequentially("1 ?  ")
     playing(tab, True)
     assert box.input_value() == "1 ?  "
@@ -102,14 +106,16 @@ def test_another_recording_and_the_next_one(watcher, waiting_server):
     assert tab.page.locator(".recording[aria-current=true]").get_attribute("data-slug") == slugs[3]
     assert tab.page.url.rstrip("/") == waiting_server.url
     tab.page.click("[data-way=own]")
-    assert tab.page.get_attribute("#run-tab-button", "aria-selected") == "true"
+    tab.page.wait_for_selector("#run-tab-button[aria-selected=true]")
+    # The box is put into the page when the tab is first opened, filled and then given the focus.
+    tab.page.wait_for_function("document.activeElement.closest('#prompt') !== null")
     assert tab.page.input_value("#prompt textarea") == tab.page.text_content(".prompt-text")
-    assert tab.page.evaluate("document.activeElement.closest('#prompt') !== null")
 
 
 def test_text_and_grid_point_at_the_same_token_and_a_click_keeps_it(watcher):
     tab = watcher("?recording=holes")
     page = tab.page
+    tab.wait_open("recording:holes")
     page.keyboard.press("End")
     tokens = page.locator(".text[data-lane=masking] .tok")
     tokens.nth(6).scroll_into_view_if_needed()
@@ -141,6 +147,7 @@ def test_text_and_grid_point_at_the_same_token_and_a_click_keeps_it(watcher):
 def test_the_key_of_a_lane_goes_to_the_same_token_where_the_lane_comes_to_it_later(watcher):
     tab = watcher("?recording=river")
     page = tab.page
+    tab.wait_open("recording:river")
     page.locator(".text[data-lane=river]").focus()
     page.keyboard.press("Home")
     for _ in range(12):
@@ -193,6 +200,7 @@ def test_a_run_takes_the_stage_from_a_recording_and_stays_reachable(new_tab):
     tab = new_tab()
     page = tab.page
     page.click("#watch-tab-button")
+    page.click(".recording >> nth=0")  # from its start: the film may have come to its end before the model was there
     playing(tab, True)
     tab.to_run()
     tab.fill("prompt", LONG)
@@ -316,10 +324,13 @@ def test_grids_out_of_sight_are_painted_once_nothing_moves(watcher):
     tab.page.locator(".to-slider").fill("500")
     tab.drawn()
     early = tab.page.evaluate(inked)
+    start = tab.clock
     tab.page.keyboard.press("Space")
-    playing(tab, True)
-    tab.page.wait_for_timeout(600)
-    assert tab.page.evaluate(inked) == early, "nobody sees it"
+    # Counted in the frame in which the film has come so far: at its end the grids are painted.
+    later = tab.page.wait_for_function(
+        f"(past) => Number(document.querySelector('.stage').dataset.clock) > past && {{ count: ({inked})() }}", arg=start + 150_000_000
+    )
+    assert later.json_value() == {"count": early}, "nobody sees it"
     tab.page.keyboard.press("End")
     tab.drawn()
     assert tab.page.evaluate(inked) > 2 * early
