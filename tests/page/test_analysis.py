@@ -21,7 +21,13 @@ from app.settings import Settings
 
 RECORDING = "recording:difficulty"
 SETTINGS = Settings("Hello", True, ("backbone", "river"), 0.5, 8, 0.0, 0, 1.0, 0, "full", "race")
-LONG = {"id": RECORDING, "methods": ["river"], "taus": "0.5", "tokens": "120", "repeats": "5"}
+LONG = {
+    "id": RECORDING,
+    "methods": ["river"],
+    "taus": " ".join(f"{tau / 100}" for tau in range(5, 100, 5)),
+    "tokens": "120",
+    "repeats": "5",
+}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +154,7 @@ def test_stop_ends_a_sweep_at_once_and_the_next_one_works(url, runs):
     start = time.monotonic()
     *_, last = messages
     assert last["state"] == "done" and of_kind(last, "points")[0]["reason"] == "stop"
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     visitor.sweep(tokens="4", repeats="1")
     *_, last = visitor.messages()
     assert of_kind(last, "points")[0]["reason"] == "finished"
@@ -177,7 +183,7 @@ def test_closing_the_connection_frees_the_engine(url, runs):
     next(message for message in messages if of_kind(message, "progress"))
     messages.close()
     visitor.http.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 15
     while runs.busy:
         assert time.monotonic() < deadline
         time.sleep(0.02)
