@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import json
 import logging
+import os
 import math
 import secrets
 import threading
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.1
-"""Time between two messages to the page: ten a second look like a flow, and every one of them costs the page a drawing."""
+BEAT_S = 0.1 if (os.cpu_count() or 1) > 2 else 0.2
+"""Time between two messages to the page: ten a second look like a flow, but every one of them costs the page a drawing, which on two cores is time of the engine's."""
 
 FINAL = ("done", "failed")
 
