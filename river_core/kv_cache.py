@@ -43,8 +43,9 @@ class KVCache:
     def __init__(self, config, capacity: int, dtype: torch.dtype, device, storage: torch.Tensor | None = None):
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
         self.keys_values = torch.zeros(shape, dtype=dtype, device=device) if storage is None else storage
-        self.owner = np.zeros((config.num_hidden_layers, capacity), dtype=np.uint8)
-        self.filled_at = np.full((config.num_hidden_layers, capacity), -1, dtype=np.int32)
+        self._owner = np.zeros((config.num_hidden_layers, capacity), dtype=np.uint8)
+        self._filled_at = np.full((config.num_hidden_layers, capacity), -1, dtype=np.int32)
+        self._noted: list[tuple[int, int, int, int]] = []
         self.capacity = capacity
         self.length = 0
 
@@ -86,9 +87,23 @@ class KVCache:
         return [position]
 
     def note(self, first: int, last: int, position: int, owner: int) -> None:
-        """Note that layers first .. last - 1 have just written `position`."""
-        self.owner[first:last, position] = owner
-        self.filled_at[first:last, position] = position
+        """Note that layers first .. last - 1 have just written `position`. The tables follow when somebody looks at them: not in a step's time."""
+        self._noted.append((first, last, position, owner))
+
+    @property
+    def owner(self) -> np.ndarray:
+        return self._settled()[0]
+
+    @property
+    def filled_at(self) -> np.ndarray:
+        return self._settled()[1]
+
+    def _settled(self):
+        for first, last, position, owner in self._noted:
+            self._owner[first:last, position] = owner
+            self._filled_at[first:last, position] = position
+        self._noted.clear()
+        return self._owner, self._filled_at
 
     def forget(self, start: int) -> None:
         """Drop every position from `start` on, as when drafted tokens were refused."""
@@ -128,5 +143,5 @@ class KVCache:
         copy = object.__new__(KVCache)
         n = copy.length = copy.capacity = self.length
         copy.keys_values = self.keys_values[:, :, :, :n].clone()
-        copy.owner, copy.filled_at = self.owner[:, :n].copy(), self.filled_at[:, :n].copy()
+        copy._owner, copy._filled_at, copy._noted = self.owner[:, :n].copy(), self.filled_at[:, :n].copy(), []
         return copy

@@ -40,6 +40,7 @@ class Rope:
         self.query_beta = self.parameters.get("llama_4_scaling_beta")
         self._static = None if self.rope_type in ("longrope", "dynamic") else self._frequencies(1)
         self._table = None
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the table, one by one: a step asks for nothing else
 
     def _frequencies(self, seq_len: int):
         """Inverse frequencies [rotary_dim / 2] and the factor on cosine and sine, when `seq_len` positions are in use."""
@@ -61,7 +62,11 @@ class Rope:
         table = self._table
         if table is None or start + rows > len(table.cos):
             # Frequencies that never change are turned into a table once, which grows by doubling.
-            table = self._table = self._compute(0, max(512, 2 * (start + rows)))
+            table = self._compute(0, max(512, 2 * (start + rows)))
+            self._rows = list(zip(table.cos.split(1), table.sin.split(1), strict=True))
+            self._table = table
+        if rows == 1:
+            return Rotation(*self._rows[start])
         return Rotation(table.cos[start : start + rows], table.sin[start : start + rows])
 
     def _compute(self, start: int, rows: int) -> Rotation:

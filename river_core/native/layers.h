@@ -48,12 +48,15 @@ void from_float(const float* in, void* out, at::ScalarType dtype, int64_t n) {
   }
 }
 
+template <typename T>
+void widen(const T* in, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + lanes::N <= n; i += lanes::N) lanes::store(out + i, lanes::widen(in + i));
+  for (; i < n; ++i) out[i] = in[i];
+}
+
 void to_float(const Tensor& in, float* out, int64_t n) {
-  products::with_weights(in, [&](const auto* from) {
-    int64_t i = 0;
-    for (; i + lanes::N <= n; i += lanes::N) lanes::store(out + i, lanes::widen(from + i));
-    for (; i < n; ++i) out[i] = from[i];
-  });
+  products::with_weights(in, [&](const auto* from) { widen(from, out, n); });
 }
 
 struct Product {

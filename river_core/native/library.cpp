@@ -38,7 +38,8 @@ Tensor attend(const Tensor& query, const Tensor& cache) {
 Tensor embed(const Tensor& embedding, int64_t id) {
   TORCH_CHECK(embedding.dim() == 2 && embedding.is_contiguous() && 0 <= id && id < embedding.size(0), "no such row");
   Tensor out = at::empty({1, embedding.size(1)}, at::kFloat);
-  to_float(embedding[id], out.data_ptr<float>(), embedding.size(1));
+  const int64_t d = embedding.size(1);
+  products::with_weights(embedding, [&](const auto* rows) { widen(rows + id * d, out.data_ptr<float>(), d); });
   return out;
 }
 
