@@ -107,7 +107,10 @@ def tiny_model_on(device, config, dtype=torch.float32, bits: int = 4, group_size
         seed: of the weights. weights: to take instead, under transformers' names.
     """
     weights = random_model(config, seed).state_dict() if weights is None else weights
-    plan = choose_kernels(device, config.hidden_size, config.intermediate_size, dtype, bits, group_size)
+    # On a CPU the river's kernel is chosen by measuring, and between products this small chance would choose.
+    sixteen_bits = dtype in (torch.float16, torch.bfloat16)
+    river = "int4" if torch.device(device).type == "cpu" and bits == 4 and sixteen_bits else "auto"
+    plan = choose_kernels(device, config.hidden_size, config.intermediate_size, dtype, bits, group_size, river)
     decoder = Decoder(config, weights, plan)
     river = River(decoder, weights)
     return Model("tiny", "folder", decoder, river, tokenizer(), eos_token_ids=frozenset({256, 258}))
