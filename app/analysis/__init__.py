@@ -146,7 +146,8 @@ def build(runs: Runs) -> None:
         runs.stop_session(request.session_hash or "")
 
     private = {"show_progress": "hidden", "api_visibility": "private"}
-    panel.tokens(tokens, None, table, queue=False, **private)
+    # In the queue, one after another: a lane that is chosen while the table is still filling comes after the one before it, and is not dropped.
+    panel.tokens(tokens, None, table, trigger_mode="multiple", concurrency_limit=1, **private)
     panel.sweep(sweep, None, panel, trigger_mode="once", concurrency_limit=None, **private)
     panel.sweep_stop(stop, None, None, queue=False, **private)
 

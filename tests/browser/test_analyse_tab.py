@@ -158,6 +158,27 @@ def test_the_table_of_tokens_is_filled_by_lane_and_saved_as_csv(analyse, waiting
     assert len(lines) == 1 + sum(len(lane.tokens) for lane in trace.lanes.values())
 
 
+def test_the_table_shows_the_lane_that_was_chosen_last(analyse):
+    tab = analyse().view("tokens")
+    page = tab.page
+    cells = page.locator("#analysis-table [role=gridcell]")
+    cells.filter(has_text="backbone").first.wait_for()
+    page.evaluate("""async () => {
+        const choice = document.querySelector('#an-table-lane');
+        for (const lane of ['backbone', 'river']) {
+            choice.value = lane;
+            choice.dispatchEvent(new Event('change'));
+            await new Promise((done) => setTimeout(done, 10)); // the table is still filling
+        }
+    }""")
+    page.wait_for_function("""() => {
+        const texts = [...document.querySelectorAll('#analysis-table [role=gridcell]')].map((cell) => cell.textContent);
+        return texts.some((text) => text.includes('river')) && !texts.some((text) => text.includes('backbone'));
+    }""")
+    page.wait_for_timeout(1000)  # nothing comes after it
+    assert cells.filter(has_text="backbone").count() == 0
+
+
 def test_two_recordings_side_by_side_show_what_differs_and_where_the_texts_part(analyse, waiting_server, tmp_path):
     tab = analyse().view("compare")
     page = tab.page
