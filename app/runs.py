@@ -12,8 +12,8 @@ import contextlib
 import contextvars
 import json
 import logging
-import os
 import math
+import os
 import secrets
 import threading
 import time

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from app import analysis, export, stage
 from app.api import trace_endpoint
+from app.calm import Calm
 from app.examples import EXAMPLES
 from app.model_host import ModelHost, is_sentence
 from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
@@ -285,4 +287,5 @@ def launch_options() -> dict[str, Any]:
         "show_error": False,
         "ssr_mode": False,
         "state_session_capacity": 200,
+        "app_kwargs": {"middleware": [Middleware(Calm)]},
     }

@@ -179,9 +179,12 @@ def waiting_server():
     page.demo.close()
 
 
-# What the stage opened, and when the first playhead moved; noted before any script of the page runs.
+# What the stage opened, when the first playhead moved, and how many frames were asked for; noted before any script of the page runs.
 WITNESS = """
 window.opened = [];
+window.framesAsked = 0;
+const request = window.requestAnimationFrame.bind(window);
+window.requestAnimationFrame = (tick) => ((window.framesAsked += 1), request(tick));
 document.addEventListener("river:opened", (event) => window.opened.push(event.detail.id));
 let before = null;
 new MutationObserver(() => {

@@ -95,6 +95,22 @@ def test_play_pause_step_and_scrub(watcher):
     assert box.input_value() == "1 ?  "
 
 
+def test_a_page_at_rest_asks_for_no_frames(watcher):
+    """Sixty a second would be time of the engine's; Gradio's own clock of what is loading asks for them unless it is held (see app/calm.js)."""
+    tab = watcher()
+    playing(tab, True)
+    tab.page.keyboard.press("Space")
+    still(tab)
+    asked = []
+    for _ in range(8):  # what moves while the page opens has to come to its end first
+        before = tab.page.evaluate("framesAsked")
+        tab.page.wait_for_timeout(2000)
+        asked.append(tab.page.evaluate("framesAsked") - before)
+        if asked[-1] < 10:
+            break
+    assert asked[-1] < 10, asked
+
+
 def test_another_recording_and_the_next_one(watcher, waiting_server):
     slugs = list(waiting_server.runs.recordings)
     tab = watcher()
