@@ -234,7 +234,7 @@ def watch(tab: Tab, host: str) -> None:
 def new_tab(visit, page_server):
     """Opens visitors in the Run tab of the page with the real model, whose engine must be free in the end."""
     yield lambda **options: visit(page_server, **options).to_run()
-    page_server.wait_idle(within=20)
+    page_server.wait_idle(within=10)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_counters_move_while_the_lanes_run_and_stop_frees_the_engine(new_tab, pa
     before = tab.page.evaluate(count)
     tab.page.wait_for_function(f"{count} > {before}")
     tab.press("stop")
-    page_server.wait_idle(within=10)  # all of the run would take several times as long
+    page_server.wait_idle(within=3)
     tab.wait_state("done")
     assert "stopped" in tab.page.text_content(".lane[data-lane=backbone] .lane-status")
     assert tab.status().startswith("Stopped.")
@@ -189,7 +189,7 @@ def test_closing_the_tab_frees_the_engine(new_tab, page_server):
     tab.press("run")
     tab.wait_tokens(3)
     tab.page.close()
-    page_server.wait_idle(within=10)
+    page_server.wait_idle(within=3)
 
 
 def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
@@ -201,7 +201,7 @@ def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
     tab.open()
     tab.page.wait_for_selector("#run-tab-button[aria-selected=true]")
     tab.complaints.clear()  # Gradio reports the stream that the reload cut off
-    page_server.wait_idle(within=10)
+    page_server.wait_idle(within=3)
     tab.wait_state("done")
     assert tab.page.text_content(".prompt-text") == LONG
     assert tab.page.locator(".tok").count() >= 6

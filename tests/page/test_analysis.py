@@ -154,7 +154,7 @@ def test_stop_ends_a_sweep_at_once_and_the_next_one_works(url, runs):
     start = time.monotonic()
     *_, last = messages
     assert last["state"] == "done" and of_kind(last, "points")[0]["reason"] == "stop"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 2
     visitor.sweep(tokens="4", repeats="1")
     *_, last = visitor.messages()
     assert of_kind(last, "points")[0]["reason"] == "finished"
@@ -183,7 +183,7 @@ def test_closing_the_connection_frees_the_engine(url, runs):
     next(message for message in messages if of_kind(message, "progress"))
     messages.close()
     visitor.http.close()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 5
     while runs.busy:
         assert time.monotonic() < deadline
         time.sleep(0.02)

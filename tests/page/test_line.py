@@ -24,7 +24,7 @@ def loading():
 
     def load(progress):
         progress("weights", 0.4, "reading weights")
-        fail.wait(60)
+        fail.wait(10)
         raise LoadError("There is no such model; give a folder, a hub id or a .gguf file.")
 
     host = ModelHost(load)
@@ -34,7 +34,7 @@ def loading():
 
 
 def until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

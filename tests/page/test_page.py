@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import statistics
 import time
 
 import httpx
@@ -124,13 +123,13 @@ def test_batches_together_are_the_snapshot_and_stay_small(visitor):
     *batches, snapshot = messages
     streamed = [json.dumps(event) for message in batches for event in message["events"]]
     assert streamed == [json.dumps(event) for event in snapshot["events"]][: len(streamed)]
-    assert len(streamed) > len(snapshot["events"]) / 2  # the rest came between the last beat and the end
+    assert len(snapshot["events"]) - len(streamed) < 40  # what came between the last beat and the end
     numbers = [message["seq"] for message in messages]
     assert numbers == sorted(set(numbers))
     tokens = events_of([snapshot], "token")
     assert max(len(json.dumps(token, separators=(",", ":"))) for token in tokens) < 1200
-    # A beat is 100 ms; a machine that stops for a moment puts more tokens into one.
-    assert statistics.median(len(json.dumps(message)) for message in batches) < 60_000
+    # A beat is 100 or 200 ms; a slow or busy machine may put a few more tokens into one.
+    assert max(len(json.dumps(message)) for message in batches) < 60_000
 
 
 def test_exit_depths_are_those_of_the_method(visitor):
@@ -150,7 +149,7 @@ def test_stop_frees_the_engine_and_a_new_run_works_at_once(visitor, page_server)
     messages = visitor.messages()
     tokens_until(messages, 6)
     visitor.stop()
-    page_server.wait_idle(within=10)
+    assert page_server.wait_idle(within=2) < 1
     rest = list(messages)
     assert rest[-1]["state"] == "done"
     assert rest[-1]["events"][-1]["reason"] == "stop"
@@ -163,7 +162,7 @@ def test_a_closed_connection_frees_the_engine(visitor, page_server):
     tokens_until(messages, 6)
     messages.close()
     visitor.http.close()
-    page_server.wait_idle(within=10)
+    page_server.wait_idle(within=3)
 
 
 def test_a_second_visitor_waits_in_line_and_sees_only_his_own_run(page_server):
@@ -337,7 +336,7 @@ def test_cancelling_a_call_stops_the_engine(page_server):
         time.sleep(0.01)
     time.sleep(0.3)
     job.cancel()
-    page_server.wait_idle(within=10)
+    page_server.wait_idle(within=3)
 
 
 def test_a_finished_run_is_a_trace_for_whoever_knows_its_id(visitor, page_server):
