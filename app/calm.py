@@ -26,12 +26,11 @@ class Calm:
             if message["type"] == "http.response.start" and dict(message["headers"]).get(b"content-type", b"").startswith(b"text/html"):
                 start = message
                 return
-            if start is not None and message["type"] == "http.response.body":
-                body = message.get("body", b"").replace(BEFORE, SCRIPT + BEFORE, 1)
-                if not message.get("more_body"):  # a page comes in one piece; one that does not keeps its headers and goes on as it is
+            if start is not None:
+                if not message.get("more_body"):  # a page comes in one piece; one that does not goes on as it is
+                    message["body"] = body = message.get("body", b"").replace(BEFORE, SCRIPT + BEFORE, 1)
                     length = (b"content-length", str(len(body)).encode())
                     start["headers"] = [length if name == b"content-length" else (name, value) for name, value in start["headers"]]
-                    message = {**message, "body": body}
                 await send(start)
                 start = None
             await send(message)

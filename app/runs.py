@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.1 if (os.cpu_count() or 1) > 2 else 0.2
-"""Time between two messages to the page: ten a second look like a flow, but every one of them costs the page a drawing, which on two cores is time of the engine's."""
+"""Time between two messages to the page: ten a second look like a flow, but every one of them costs the page a drawing, which on two cores is time of the
+engine's. The machine's cores count, not those the engine may use: a browser takes any."""
 
 FINAL = ("done", "failed")
 

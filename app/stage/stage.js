@@ -341,12 +341,14 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
 
   function goToLane(number) {
     const lane = [...run.lanes.values()][number];
+    if (!lane) return false;
     // The same token in every lane: at rest the playhead goes to a lane that has not come so far, while the film runs the key takes what is there.
-    const last = (playing || !lane ? lane : whole.lanes.get(lane.id))?.tokens.length - 1;
-    if (!(last >= 0)) return false;
+    const there = lane.tokens.length - 1;
+    const last = playing ? there : whole.lanes.get(lane.id).tokens.length - 1;
+    if (last < 0) return false;
     if (document.activeElement?.closest?.(".text")) texts.focus(lane.id);
-    const i = Math.min(cursor?.i ?? Math.max(0, lane.tokens.length - 1), last);
-    if (i < lane.tokens.length) choose({ lane: lane.id, i }, { speak: true });
+    const i = Math.min(cursor?.i ?? Math.max(0, there), last);
+    if (i <= there) choose({ lane: lane.id, i }, { speak: true });
     else standAt(lane.id, i);
     return true;
   }

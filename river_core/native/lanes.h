@@ -67,16 +67,14 @@ inline float sum(V v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 // Bytes that a stream of weights is fetched ahead. A processor's own prefetcher stops at every page of 4 KB.
 constexpr int64_t AHEAD = 6144;
 
-// Dot product of n weights and n floats, summed in floats. STREAM: the weights come from memory, once.
-template <bool STREAM, typename T>
+// Dot product of n weights, which come from memory, and n floats, summed in floats.
+template <typename T>
 inline float dot(const T* w, const float* x, int64_t n) {
   V a = set(0), b = a, c = a, d = a;
   int64_t i = 0;
   for (; i + 4 * N <= n; i += 4 * N) {
-    if constexpr (STREAM) {
-      for (int64_t line = 0; line < static_cast<int64_t>(4 * N * sizeof(T)); line += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(w + i) + AHEAD + line);
-      }
+    for (int64_t line = 0; line < static_cast<int64_t>(4 * N * sizeof(T)); line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(w + i) + AHEAD + line);
     }
     a = fma(widen(w + i), widen(x + i), a);
     b = fma(widen(w + i + N), widen(x + i + N), b);

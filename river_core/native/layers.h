@@ -1,6 +1,5 @@
-// Decoder layers for one row, called once for a run of layers: the same products and the same attention as the Python
-// path (ATen's), with the small operations between them written out. At batch 1 a small model spends as long on calling
-// those operations one by one as on the products themselves.
+// Decoder layers for one row, called once for a run of layers: their products, ours or ATen's, attention, and the small operations
+// between them written out. At batch 1 a small model spends as long on calling those operations one by one as on the products themselves.
 
 #pragma once
 
@@ -10,6 +9,7 @@
 #include <ATen/ops/_weight_int4pack_mm_for_cpu.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <tuple>
@@ -98,6 +98,8 @@ struct Layer {
   Product qkv, o, gate_up, down;
   Tensor input_norm, post_norm, qk_norm;
   int64_t window = 0;
+
+  std::array<const Product*, 4> products() const { return {&qkv, &o, &gate_up, &down}; }  // in the order of a step
 };
 
 float mean_square(const float* x, int64_t n) {
@@ -176,12 +178,12 @@ struct Stack : torch::CustomClassHolder {
     Shared shared = room(first, last, *std::max_element(slots.begin(), slots.end()) + 1);
     std::vector<double> similarities;
     with_members(first, last, [&](const crew::Member& member) {
-      Own own;
+      std::vector<float> x;
       const float* h = hidden.const_data_ptr<float>();
       for (int64_t l = first; l < last; ++l) {
         float* out = states.data_ptr<float>() + (l - first) * d;
-        attend(member, layers[l], h, d, l, cache, slots.size() == 1 ? slots[0] : slots[l - first], cos, sin, shared, own, out);
-        feed_forward(member, layers[l], d, shared, own, out);
+        attend(member, layers[l], h, d, l, cache, slots.size() == 1 ? slots[0] : slots[l - first], cos, sin, shared, x, out);
+        feed_forward(member, layers[l], d, shared, x, out);
         const double similarity = cosine(h, out, d);  // every member finds the same
         if (member.index == 0) similarities.push_back(similarity);
         if (similarity > tau) break;
@@ -197,7 +199,7 @@ struct Stack : torch::CustomClassHolder {
     with_members(first, last, [&](const crew::Member& member) {
       std::vector<float> x;
       for (int64_t l = first; l < last; ++l) {
-        for (const Product* product : {&layers[l].qkv, &layers[l].o, &layers[l].gate_up, &layers[l].down}) {
+        for (const Product* product : layers[l].products()) {
           x.assign(product->inputs(), 0.5f);
           (*product)(member, x.data(), product->inputs(), shared.y.data(), products::no_more);
           member.meet();  // the next product would need all of this one
@@ -213,16 +215,11 @@ struct Stack : torch::CustomClassHolder {
     attention::Partial partial;
   };
 
-  // What each member makes for itself, because that takes less time than to wait for another's: the input of the next product.
-  struct Own {
-    std::vector<float> x;
-  };
-
   Shared room(int64_t first, int64_t last, int64_t entries) const {
     Shared shared;
     int64_t most = 0;
     for (int64_t l = first; l < last; ++l) {
-      for (const Product* product : {&layers[l].qkv, &layers[l].o, &layers[l].gate_up, &layers[l].down}) {
+      for (const Product* product : layers[l].products()) {
         most = std::max(most, product->outputs());
       }
     }
@@ -238,12 +235,13 @@ struct Stack : torch::CustomClassHolder {
     ours ? crew::together(f) : f(crew::Member{});
   }
 
-  // out [d] = h [d] + attention, after writing entry `slot` of the cache.
+  // out [d] = h [d] + attention, after writing entry `slot` of the cache. x: the input of the next product, which every member makes for
+  // itself, because that takes less time than to wait for another's.
   void attend(const crew::Member& member, const Layer& layer, const float* h, int64_t d, int64_t l, const Tensor& cache, int64_t slot,
-              const Tensor& cos, const Tensor& sin, Shared& shared, Own& own, float* out) const {
-    rms_norm(h, layer.input_norm.const_data_ptr<float>(), d, eps, own.x);
+              const Tensor& cos, const Tensor& sin, Shared& shared, std::vector<float>& x, float* out) const {
+    rms_norm(h, layer.input_norm.const_data_ptr<float>(), d, eps, x);
     float *y = shared.y.data(), *row = shared.row.data();
-    layer.qkv(member, own.x.data(), d, y, products::no_more);
+    layer.qkv(member, x.data(), d, y, products::no_more);
     member.meet();
     const int64_t all = heads + 2 * kv_heads;
     member.share(all, all, [&](int64_t begin, int64_t end) {
@@ -265,28 +263,28 @@ struct Stack : torch::CustomClassHolder {
     });
     member.meet();
     const int64_t from = layer.window ? std::max<int64_t>(0, slot + 1 - layer.window) : 0;
-    own.x.resize(heads * head_dim);
+    x.resize(heads * head_dim);
     products::with_weights(cache, [&](const auto* base) {
       const auto* keys = base + l * cache.stride(0) + from * cache.stride(3);
       attention::one_row(member, row, keys, keys + cache.stride(1), slot + 1 - from, cache.stride(2), cache.stride(3), kv_heads,
-                         heads / kv_heads, head_dim, own.x.data(), shared.partial);
+                         heads / kv_heads, head_dim, x.data(), shared.partial);
     });
-    layer.o(member, own.x.data(), heads * head_dim, out, [&](int64_t begin, int64_t end) {
+    layer.o(member, x.data(), heads * head_dim, out, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) out[i] += h[i];
     });
     member.meet();
   }
 
   // out [d] += the MLP of out.
-  void feed_forward(const crew::Member& member, const Layer& layer, int64_t d, Shared& shared, Own& own, float* out) const {
-    rms_norm(out, layer.post_norm.const_data_ptr<float>(), d, eps, own.x);
+  void feed_forward(const crew::Member& member, const Layer& layer, int64_t d, Shared& shared, std::vector<float>& x, float* out) const {
+    rms_norm(out, layer.post_norm.const_data_ptr<float>(), d, eps, x);
     float* y = shared.y.data();
-    layer.gate_up(member, own.x.data(), d, y, products::no_more);
+    layer.gate_up(member, x.data(), d, y, products::no_more);
     member.meet();
     const int64_t width = layer.gate_up.outputs() / 2;
-    silu_times(y, y + width, width, own.x);
+    silu_times(y, y + width, width, x);
     float* z = shared.z.data();  // not y, which others may still be reading
-    layer.down(member, own.x.data(), width, z, [&](int64_t begin, int64_t end) {
+    layer.down(member, x.data(), width, z, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) out[i] += z[i];
     });
     member.meet();

@@ -30,7 +30,7 @@ inline void with_weights(const Tensor& weight, F&& f) {
 // One row of a product. Called, never inlined: a row that is multiplied by itself gets the very number that the whole product gives it.
 template <typename T>
 [[gnu::noinline]] float row(const T* w, const float* x, int64_t k) {
-  return lanes::dot<true>(w, x, k);
+  return lanes::dot(w, x, k);
 }
 
 // y [N] = W x for W [N, K] of 16 or 32 bits; activations and sums are floats. finish(begin, end): called by the member that has made

@@ -26,9 +26,8 @@ struct Unsigned {
   float unit, apart;  // apart: length of the rounding error
 
   Unsigned(const float* x, int64_t k) : high(k), low(k) {
-    float most = 0, square = 0;
-    for (int64_t i = 0; i < k; ++i) most = std::max(most, std::abs(x[i]));
-    unit = std::max(most, 1e-30f) / 32512;
+    float square = 0;
+    unit = std::max(lanes::largest<true>(x, k), 1e-30f) / 32512;
     for (int64_t i = 0; i < k; ++i) {
       const auto whole = static_cast<int32_t>(std::lrint(x[i] / unit));
       const float off = x[i] - whole * unit;
@@ -103,7 +102,7 @@ std::tuple<int64_t, Tensor, Tensor> screen(const Tensor& state, const Tensor& no
         const int64_t found = whole_dot(c + r * k, whole.high.data(), whole.low.data(), k) - 32768 * static_cast<int64_t>(total[r]);
         const float value = s[r] * whole.unit * found;
 #else
-        const float value = s[r] * lanes::dot<true>(c + r * k, in, k);
+        const float value = s[r] * lanes::dot(c + r * k, in, k);
 #endif
         const float most_off = e[r] * length + n[r] * apart;
         score_of[r] = value, reach_of[r] = most_off;
