@@ -492,7 +492,7 @@ def _doctor(args) -> int:
 
 
 def _fidelity(args) -> int:
-    from river_core.measure.fidelity import check_verified, fidelity, format_fidelity
+    from river_core.measure.fidelity import check_verified, fidelity, format_fidelity, format_verified
     from river_core.measure.prompts import read_prompts
 
     prompts = read_prompts(args.prompts, args.limit)
@@ -508,16 +508,7 @@ def _fidelity(args) -> int:
         return 0
     print(format_fidelity(result))
     if "verified" in result:
-        facts = result["verified"]
-        acceptance = (
-            "no drafts"
-            if facts["acceptance"] is None
-            else f"acceptance {facts['acceptance']:.3f}, {facts['tokens_per_cycle']:.2f} tokens per cycle"
-        )
-        print(
-            f"\nRiver, verified: {facts['tokens']} tokens, agreement {facts['near_tie_agreement']:.4f} under the near-tie rule (worst gap {facts['worst_gap']:.3f} logits, "
-            f"the very choice {facts['exact_agreement']:.4f}); {acceptance}; speed-up {facts['speed_up']:.2f}x"
-        )
+        print("\n" + format_verified(result["verified"]))
     return 0
 
 

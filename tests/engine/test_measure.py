@@ -1,20 +1,24 @@
 """Measurements report what they measured; here on a tiny model, where exactness can be asked for."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from river_core import InputError, LoadError, Trace, compare
+from river_core.hqq import quantise
+from river_core.kernels import Dense, Int4, Int8
 from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity
 from river_core.measure.figures import figures
-from river_core.measure.floor import of_step
+from river_core.measure.floor import Floor, bytes_of_step, of_step, read_bytes
 from river_core.measure.prompts import read_prompts
 from river_core.measure.record import read_recipes, record
 from river_core.measure.shapes import SHAPES, _llama, shaped_model
-from river_core.measure.speed import bench, format_bench, spread
+from river_core.measure.speed import bench, format_bench, spread, turns
 
 RECORDINGS = Path(__file__).parents[2] / "assets" / "recordings"
 
@@ -141,10 +145,15 @@ def test_bench_reports_speed_floor_and_shares_for_every_length(tiny):
     for part in result["contexts"]:
         for lane in part["lanes"].values():
             assert lane["tokens_per_second"]["min"] > 0 and lane["prefill_s"]["min"] > 0
-            assert lane["step_over_floor"]["median"] > 0.5  # a step holds its products, and single products on a busy machine scatter
+            for yardstick in ("step_over_products", "step_over_bytes"):
+                assert lane[yardstick]["min"] > 0
             assert sum(lane["shares"].values()) == pytest.approx(1, abs=0.01)
+        layers = 6
+        backbone, river = part["lanes"]["backbone"], part["lanes"]["river:0.5"]
+        assert backbone["mean_depth"] == layers
+        assert backbone["step_bytes"] > 0 < river["step_bytes"]
     assert set(result["ratios"]) == {"river:0.5 / backbone"} and len(result["rounds"]) == 2
-    assert "step / floor" in format_bench(result)
+    assert {"step / products", "step / bytes", "GB/s"} <= set(re.findall("step / products|step / bytes|GB/s", format_bench(result)))
     json.dumps(result, allow_nan=False)
 
 
@@ -152,6 +161,39 @@ def test_the_floor_grows_with_the_layers_that_ran():
     parts = {"backbone": 2.0, "river": 1.0, "head": 5.0, "kv_read": 0.5}
     assert of_step(parts, depth=3, river_layers=27) == 2 * 3 + 1 * 27 + 5 + 0.5 * 30
     assert of_step(parts, depth=3, river_layers=0) == 2 * 3 + 5 + 0.5 * 3
+
+
+def test_everybody_has_one_turn_a_round_and_nobody_the_same_place_twice_in_a_row():
+    order = list(turns("abc", 2))
+    assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b")]
+
+
+def test_a_step_reads_its_weights_once_and_the_cache_of_every_layer_that_ran(tiny):
+    sizes = Floor(tiny).bytes()
+    c = tiny.config
+    wide, narrow = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
+    weights = c.hidden_size * (wide + narrow) + wide * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
+    assert sizes["backbone"] == 4 * weights == sizes["river"], "in float32 the river is dequantised"
+    assert sizes["head"] == 4 * c.vocab_size * c.hidden_size and sizes["kv_position"] == 4 * narrow
+    assert bytes_of_step(sizes, 2, 4, 100) == 6 * 4 * weights + sizes["head"] + 6 * 100 * 4 * narrow
+
+
+def test_packed_weights_are_read_as_the_kernel_holds_them():
+    codes = quantise(torch.randn(64, 128), 4, 64, solver=False)
+    assert read_bytes(Int4(codes)) == 64 * 128 // 2 + 64 * 2 * 2 * 2  # half a byte a weight; a bfloat16 scale and shift per group
+    assert read_bytes(Dense(torch.randn(64, 128), dtype=torch.float16, many_dtype=torch.bfloat16, keep_many=True)) == 2 * 64 * 128
+    assert read_bytes(Int8(quantise(torch.randn(64, 128), 8, 128, solver=False))) == 64 * 128 + 64 * (2 + 4)
+
+
+def test_the_similarity_of_compiled_layers_is_said_to_be_in_the_rest(tiny, monkeypatch):
+    result = bench(tiny, methods=("backbone",), tokens=4, repeats=1, peers=(), report=lambda line: None)
+    for r in (result, json.loads(json.dumps(result))):
+        assert r["lanes"]["backbone"]["shares"]["exit_test"] is not None and "in rest" not in format_bench(r)
+    parts = {part: spread["median"] for part, spread in result["floor"].items()} | {"exit_test": None}
+    monkeypatch.setattr(Floor, "measure", lambda self, context: parts)
+    result = bench(tiny, methods=("backbone",), tokens=4, repeats=1, peers=(), report=lambda line: None)
+    assert result["lanes"]["backbone"]["shares"]["exit_test"] is None and result["floor"]["exit_test"] is None
+    assert "in rest" in format_bench(result)
 
 
 @pytest.mark.parametrize(
