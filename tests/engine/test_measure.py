@@ -93,8 +93,13 @@ def test_figures_come_with_their_data(tiny, tmp_path):
     layers = tables["kv_by_layer"]
     exact = layers[layers["method"] == "recompute"]
     assert exact["cosine"].to_numpy() == pytest.approx([1.0] * len(exact), abs=1e-4)
-    theory = tables["theory_and_measured"].dropna(subset="at_most")
-    assert (theory["at_most"] == 6 / theory["depth"]).all()
+    theory = tables["theory_and_measured"]
+    share = theory["layers_share"].iloc[0]
+    assert 0 < share < 1
+    # Skipping all layers leaves the head and the rest: the bound stays finite, and below the number of layers over the depth.
+    assert theory["at_most"].to_numpy() == pytest.approx(1 / (1 - share * theory["skipped"]).to_numpy())
+    assert (theory["at_most"] < 6 / theory["depth"].clip(lower=1e-9)).all()
+    assert theory["prompts"].max() <= 2 and theory["low"].isna().all()
     pictures = [path for path in paths if path.suffix in (".svg", ".html")]
     assert len(pictures) == 5 and "run.json" in names
     if shutil.which("chromium"):
