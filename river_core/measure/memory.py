@@ -17,7 +17,7 @@ from river_core.errors import InputError
 from river_core.generate import compare
 from river_core.kernels import Dense, Int4, KernelPlan, int4_misfit
 from river_core.loading import available_memory
-from river_core.measure.speed import PROMPT, spread
+from river_core.measure.speed import PROMPT, lane_alone, settle, spread, turns
 from river_core.model import offload_folder
 from river_core.offload import PRODUCTS, ROOM, check_offload, offloaded, resident_bytes
 from river_core.trace import Trace
@@ -249,21 +249,18 @@ def cost(plain, other, methods, tokens: int, repeats: int, report) -> dict:
         dict by method: label, tokens_per_second of both ways, ratio (offloaded over plain, within a round), each {median, min, max}; mean_depth; fetched: layers and
         bytes brought back per token; prompt_fetched: layers for the prompt; prefill_s of both ways; same_tokens: whether both wrote the same text.
     """
-    rounds: dict[str, list[dict]] = {method: [] for method in methods}
-    for index in range(repeats + 1):
-        report("warm-up" if index == 0 else f"round {index} of {repeats}")
-        for method in methods:
-            lanes = {}
-            for way, model in (("plain", plain), ("offloaded", other))[:: 1 if index % 2 else -1]:
-                trace = Trace.from_events(compare(model, PROMPT, (method,), max_new_tokens=tokens))
-                lanes[way] = next(iter(trace.lanes.values()))
-                if lanes[way].tokens_per_second is None:
-                    raise InputError(
-                        f"{method} wrote no second token; there is nothing to measure. {lanes[way].end['message'] or ''}".strip()
-                    )
-            if index:
-                rounds[method].append(lanes | {"label": trace.header["lanes"][0]["label"]})
-    return {method: _cost_of(found) for method, found in rounds.items()}
+    rounds: dict[str, list[dict]] = {method: [{} for _ in range(repeats + 1)] for method in methods}
+    models = {"plain": plain, "offloaded": other}
+    started = -1
+    for index, (method, way) in turns([(method, way) for method in methods for way in models], repeats):
+        if index > started:
+            started = index
+            report("warm-up" if index == 0 else f"round {index} of {repeats}")
+        header, lane = lane_alone(models[way], PROMPT, method, tokens)
+        if lane.tokens_per_second is None:
+            raise InputError(f"{method} wrote no second token; there is nothing to measure. {lane.end['message'] or ''}".strip())
+        rounds[method][index] |= {way: lane, "label": header["lanes"][0]["label"]}
+    return {method: _cost_of(found[1:]) for method, found in rounds.items()}
 
 
 def _cost_of(rounds) -> dict:
@@ -302,7 +299,7 @@ def memory(model, after=None, contexts=CONTEXTS, methods=("backbone", "int4", "r
         InputError: a depth or a length that cannot be used.
     """
     report("waiting for compiled layers")
-    model.compile(wait=True)
+    settle(model)
     after = _depth(after, model.config.num_hidden_layers, model.plan.device)
     _check(contexts, repeats, tokens)
     # A prompt pass first: copies of the weights for products of many rows belong to the backbone.
@@ -310,7 +307,7 @@ def memory(model, after=None, contexts=CONTEXTS, methods=("backbone", "int4", "r
     sizes = measured_sizes(model)
     apart = beside(sizes, contexts, model)
     other = offloaded(model, after, offload_folder())
-    other.compile(wait=True)
+    settle(other)
     measured = cost(model, other, methods, tokens, repeats, report) if methods else {}
     facts = model.describe()
     return {

@@ -173,7 +173,10 @@ class LlamaCppPeer:
 def _works_with_extra_buffers(path: Path) -> bool:
     """Whether llama.cpp as it comes decodes a token here, tried in another process: with weights laid out for AMX it can crash on a virtual machine."""
     code = "import sys, llama_cpp; m = llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False); m.eval([1, 2]); m.eval([3])"
-    return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, timeout=300).returncode == 0
+    try:
+        return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, timeout=300).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _leave_out_extra_buffers(llama_cpp) -> None:
