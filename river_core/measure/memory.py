@@ -44,7 +44,7 @@ class Sizes:
 
     layer: one backbone layer. layers: how many there are. river: all twins. head: LM head, its screen, and the embedding where it is not the head.
     kv_token: keys and values of one position in all layers. state_token: hidden states that a prompt pass keeps per position, after every layer.
-    rope_position: cosines and sines of one position, in float32, at most. many: bytes of the backbone that are second copies, in the dtype of products of many rows.
+    rope_position: cosines and sines of one position, one of each for a pair of dimensions, in float32. many: bytes of the backbone that are second copies, in the dtype of products of many rows.
     how: how `layer`, `river` and `head` are known.
     """
 
@@ -383,7 +383,7 @@ def format_memory(result: dict) -> str:
 
 def _beside_lines(apart):
     yield (
-        f"not in the table: at {apart['context']} positions the rotary table, {apart['rope'] / GIB:.3f} (computed; up to twice that, as it grows by doubling), and while a "
+        f"not in the table: at {apart['context']} positions the rotary table, {apart['rope'] / GIB:.3f} (computed), and while a "
         f"prompt of that length is read in one pass its hidden states, {apart['prompt_states'] / GIB:.3f} (computed)"
     )
     if apart["process"] is not None:

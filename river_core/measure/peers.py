@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.generation import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 from river_core.errors import InputError
@@ -19,6 +20,7 @@ from river_core.loading import cache_dir
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ATTENTION = ("sdpa", "eager")
+CACHES = ("dynamic cache", "static cache", "static cache, compiled")
 TRIAL = 32  # tokens of a trial
 TRIALS = 2  # of which the faster counts
 
@@ -44,6 +46,7 @@ class TransformersPeer:
 
     Args:
         model: the engine's `Model`, whose checkpoint is read again. prompt_ids: of the prompt. tokens: to be decoded. report: gets a line of progress.
+        caches: those of `CACHES` that are tried, the first without fail.
 
     Raises:
         InputError: the model has no checkpoint, or nothing worked.
@@ -52,7 +55,7 @@ class TransformersPeer:
     name = "transformers"
     how = "its own generate(); from its first token to its last, as its streamer hands them out"
 
-    def __init__(self, model, prompt_ids, tokens, report):
+    def __init__(self, model, prompt_ids, tokens, report, caches=CACHES):
         if model.path is None:
             raise InputError("transformers needs a checkpoint; a shape with random weights has none. Use --peers none.")
         self.device = model.plan.device
@@ -68,19 +71,13 @@ class TransformersPeer:
                     self.model, self.attention, self.setting, best = candidate, attention, f"{label}, {attention}", rate
         if self.model is None:
             raise InputError("transformers could not decode this model here in any setting; leave it out of --peers.")
-        static = {"cache_implementation": "static"}
-        caches = {
-            "dynamic cache": {},
-            "static cache": static | {"disable_compile": True},
-            "static cache, compiled": static | {"compile_config": compile_config()},
-        }
         rates = {}
-        for cache, options in caches.items():
+        for cache in caches:
             report(f"transformers in {self.setting}, {cache}")
             # At full length: a static cache is made, and compiled for, as long as it will be.
-            rates[cache] = self._try(f"{self.setting}, {cache}", self.model, self.attention, options, tokens)
+            rates[cache] = self._try(f"{self.setting}, {cache}", self.model, self.attention, _cache_options(cache), tokens)
         fastest = max(rates, key=rates.get)
-        self.options, self.label = caches[fastest], f"transformers generate, {self.setting}, {fastest}"
+        self.options, self.label = _cache_options(fastest), f"transformers generate, {self.setting}, {fastest}"
         self.model.set_attn_implementation(self.attention)
 
     def run(self, tokens: int) -> dict:
@@ -108,13 +105,15 @@ class TransformersPeer:
         return {"tokens_per_second": len(rest) / (rest[-1] - first), "prefill_s": first - start}
 
 
-def compile_config():
-    """`torch.compile` for transformers' decode steps, on a CPU too, where it does not switch it on by itself."""
-    from transformers.generation import CompileConfig
-
+def _cache_options(cache: str) -> dict:
+    """Options of `generate` for one of `CACHES`."""
+    if cache == "dynamic cache":
+        return {}
+    if cache == "static cache":
+        return {"cache_implementation": "static", "disable_compile": True}
     config = CompileConfig(mode="default")
-    config._compile_all_devices = True
-    return config
+    config._compile_all_devices = True  # on a CPU transformers does not compile by itself
+    return {"cache_implementation": "static", "compile_config": config}
 
 
 class LlamaCppPeer:

@@ -1,5 +1,6 @@
 """Measurements report what they measured; here on a tiny model, where exactness can be asked for."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,10 +16,12 @@ from river_core.kernels import Dense, Int4, Int8
 from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity
 from river_core.measure.figures import figures
 from river_core.measure.floor import Floor, bytes_of_step, of_step, read_bytes
+from river_core.measure.peers import CACHES, TransformersPeer
 from river_core.measure.prompts import read_prompts
 from river_core.measure.record import read_recipes, record
 from river_core.measure.shapes import SHAPES, _llama, shaped_model
 from river_core.measure.speed import bench, format_bench, spread, turns
+from tests.tiny import configs, random_model
 
 RECORDINGS = Path(__file__).parents[2] / "assets" / "recordings"
 
@@ -192,8 +195,7 @@ def test_packed_weights_are_read_as_the_kernel_holds_them():
 
 def test_the_similarity_of_compiled_layers_is_said_to_be_in_the_rest(tiny, monkeypatch):
     result = bench(tiny, methods=("backbone",), tokens=4, repeats=1, peers=(), report=lambda line: None)
-    for r in (result, json.loads(json.dumps(result))):
-        assert r["lanes"]["backbone"]["shares"]["exit_test"] is not None and "in rest" not in format_bench(r)
+    assert result["lanes"]["backbone"]["shares"]["exit_test"] is not None and "in rest" not in format_bench(result)
     parts = {part: spread["median"] for part, spread in result["floor"].items()} | {"exit_test": None}
     monkeypatch.setattr(Floor, "measure", lambda self, context: parts)
     result = bench(tiny, methods=("backbone",), tokens=4, repeats=1, peers=(), report=lambda line: None)
@@ -226,3 +228,16 @@ def test_a_shape_that_does_not_fit_says_how_much_it_needs(monkeypatch):
     monkeypatch.setattr("river_core.measure.shapes.available_memory", lambda: 1 << 30)
     with pytest.raises(LoadError, match="needs about .* GB, and 1.1 GB are free"):
         shaped_model("llama3.1-8b", dtype="bfloat16", river_kernel="dequantised")
+
+
+def test_transformers_decodes_in_the_setting_that_was_fastest_in_trials(tiny, tmp_path):
+    random_model(configs()["llama"]).save_pretrained(tmp_path)
+    said = []
+    peer = TransformersPeer(dataclasses.replace(tiny, path=tmp_path), list(range(1, 12)), 4, said.append, CACHES[:2])
+    tried = {setting: rate for setting, rate in peer.trials.items() if isinstance(rate, float)}
+    assert {f"{dtype}, {attention}" for dtype in ("fp16", "bf16", "fp32") for attention in ("sdpa", "eager")} <= set(peer.trials)
+    chosen = {setting: rate for setting, rate in tried.items() if setting.endswith("cache")}
+    assert peer.label == "transformers generate, " + max(chosen, key=chosen.get)
+    assert sum(setting.endswith("cache") for setting in peer.trials) == 2 and len(said) == 3 + 2
+    found = peer.run(6)
+    assert found["tokens_per_second"] > 0 and found["prefill_s"] > 0
