@@ -13,7 +13,7 @@ import torch
 from river_core import InputError, LoadError, Trace, compare
 from river_core.hqq import quantise
 from river_core.kernels import Dense, Int4, Int8
-from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity
+from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity, format_verified
 from river_core.measure.figures import figures
 from river_core.measure.floor import Floor, bytes_of_step, of_step, read_bytes
 from river_core.measure.peers import CACHES, TransformersPeer
@@ -69,10 +69,35 @@ def test_fidelity_orders_the_strategies_as_theory_does(tiny):
     json.dumps(result, allow_nan=False)
 
 
+def test_fidelity_says_how_sure_it_is_and_what_is_within_noise(tiny):
+    prompts = ["Hello", "What is a river?", "One, two", "Sky", "The end"]
+    result = fidelity(tiny, prompts, methods=("backbone", "river@fixed:6", "int4", "masking@fixed:3"), tokens=6, report=lambda line: None)
+    full, int4, masking = (result["lanes"][name] for name in ("river", "int4", "masking"))
+    assert full["intervals"]["top1"] == {"value": 1, "low": 1, "high": 1, "n": 5}, "every layer of the backbone ran"
+    for lane in (int4, masking):
+        for figure in ("top1", "kl", "k_cos", "v_cos"):
+            found = lane["intervals"][figure]
+            assert found["value"] == pytest.approx(lane[figure], abs=1e-4) and found["low"] <= found["value"] <= found["high"]
+    assert "against" not in int4 and masking["against"]["v_cos"]["within_noise"] is False
+    assert masking["against"]["v_cos"]["value"] == pytest.approx(masking["v_cos"] - int4["v_cos"], abs=1e-4)
+    text = format_fidelity(result)
+    assert "n = 5 prompts" in text and "tokens/s in step" in text and "paired by prompt" in text
+
+
+def test_answers_of_one_token_have_no_speed_and_no_agreement(tiny):
+    result = fidelity(tiny, ["Hello"], methods=("backbone", "river"), tokens=1, report=lambda line: None)
+    assert "intervals" not in result["lanes"]["river"] and "| - |" in format_fidelity(result)
+    facts = check_verified(tiny, ["Hello"], tokens=1, report=lambda line: None)
+    assert facts["tokens"] == facts["same_answers"] == 1 and facts["speed_up"] is None
+    assert "no speed" in format_verified(facts)
+
+
 def test_verified_river_agrees_with_the_backbone_under_the_near_tie_rule(tiny):
     facts = check_verified(tiny, ["Hello", "What is a river?"], tokens=12, k=3, report=lambda line: None)
     assert facts["tokens"] == 24 and facts["near_tie_agreement"] == 1.0 and facts["worst_gap"] < 1e-3
     assert 0 <= facts["acceptance"] <= 1 <= facts["tokens_per_cycle"] <= 4
+    assert facts["same_answers"] == facts["prompts"] == facts["speed_up"]["n"] == 2
+    assert "2 of 2 answers are the backbone lane's own" in format_verified(facts)
 
 
 def test_spread_is_median_least_and_greatest():
