@@ -9,6 +9,7 @@ import time
 import pytest
 
 import river_core
+from app.limits import Limits
 from app.model_host import ModelHost
 from app.runs import Runs
 from app.settings import Settings
@@ -28,7 +29,7 @@ def loading():
         raise LoadError("There is no such model; give a folder, a hub id or a .gguf file.")
 
     host = ModelHost(load)
-    runs = Runs(host, river_core.compare, waiting=3).open()
+    runs = Runs(host, river_core.compare, limits=Limits(line=3)).open()
     yield host, runs, fail
     fail.set()
 
