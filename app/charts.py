@@ -414,18 +414,14 @@ def _filled(lane: LaneTrace, layers: int) -> float | None:
     """Share of the answer's cache slots that hold something at the end; None without tokens."""
     if not lane.steps:
         return None
-    empty: dict[
-        int, list[tuple[int, int]]
-    ] = {}  # ranges of layers that nobody has written, by position: none is taken apart into its slots
+    # Ranges of layers by position, each list gone through once: none is taken apart into its slots.
+    holes: dict[int, list[tuple[int, int]]] = {}
+    filled: dict[int, list[tuple[int, int]]] = {}
     for token in lane.steps:
-        holes = [(first, last) for first, last, owner, _ in token["kv"] if owner == "none"]
-        if holes:
-            empty[token["position"]] = _joined(holes)
-    for token in lane.steps:
+        holes.setdefault(token["position"], []).extend((first, last) for first, last, owner, _ in token["kv"] if owner == "none")
         for position, first, last, _ in token.get("filled", []):
-            if position in empty:
-                empty[position] = _without(empty[position], first, last)
-    left = sum(last - first for ranges in empty.values() for first, last in ranges)
+            filled.setdefault(position, []).append((first, last))
+    left = sum(_uncovered(_joined(ranges), _joined(filled.get(position, []))) for position, ranges in holes.items())
     return 1 - left / (layers * len(lane.steps))
 
 
@@ -440,10 +436,18 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _without(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """What is left of ranges of layers when those from `first` up to `last` are taken out."""
-    parts = ((a, b) for one, end in ranges for a, b in ((one, min(end, first)), (max(one, last), end)))
-    return [(a, b) for a, b in parts if a < b]
+def _uncovered(ranges: list[tuple[int, int]], by: list[tuple[int, int]]) -> int:
+    """How many layers of `ranges` are in none of `by`; both are joined."""
+    left = sum(last - first for first, last in ranges)
+    at = 0
+    for first, last in ranges:
+        while at < len(by) and by[at][1] <= first:
+            at += 1
+        over = at
+        while over < len(by) and by[over][0] < last:
+            left -= min(last, by[over][1]) - max(first, by[over][0])
+            over += 1
+    return left
 
 
 def _memory_note(trace: Trace) -> str:

@@ -33,7 +33,7 @@ def test_a_token_that_left_above_its_threshold_still_does_after_the_channel(path
             for before, after in zip(token["similarity"], sent["similarity"], strict=True):
                 assert (before is None) == (after is None)
                 assert before is None or (before > tau) == (after > tau)
-            left += 0 < token["exit_layer"] and (sent["similarity"][token["exit_layer"] - 1] or 0) > tau
+            left += token["exit_layer"] > 0 and (sent["similarity"][token["exit_layer"] - 1] or 0) > tau
     assert left or not taus
 
 

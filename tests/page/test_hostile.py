@@ -78,6 +78,14 @@ def test_many_tokens_and_many_layers_are_analysed_in_bounded_memory(small, runs)
     assert time.process_time() - start < 20
 
 
+def test_slots_that_are_filled_a_million_times_are_counted_once():
+    holes = [[2 * i, 2 * i + 1, "none", 0] for i in range(500)]
+    steps = [{"position": 5, "from_prefill": False, "kv": holes, "filled": [[5, i % 999, i % 999 + 1, "river"] for i in range(300_000)]}]
+    start = time.process_time()
+    assert _filled(LaneTrace("x", tokens=steps), 1000) == 1.0
+    assert time.process_time() - start < 10
+
+
 def test_everything_that_a_valid_trace_can_be_asked_is_answered(small):
     trace = Trace.from_dict(grown(small, 40, 900, kv=[[i, i + 1, OWNERS[i % 5], i] for i in range(900)]))
     assert len(figures(trace)) >= 3
