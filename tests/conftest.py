@@ -32,9 +32,10 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def page_server(default_model):
     """The page with the real default model, launched once for all suites that visit it."""
+    from app.limits import Limits
     from tests.page.server import serve  # Gradio is not imported for the engine's tests
 
-    page = serve(lambda progress: default_model)
+    page = serve(lambda progress: default_model, limits=Limits(grace=4.0))
     yield page
     page.demo.close()
 
