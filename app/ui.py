@@ -211,7 +211,9 @@ def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost,
         # For the page and its tests; programs have /trace.
         api_visibility="undocumented",
         show_progress="hidden",
-        trigger_mode="once",
+        # A run is over some moments before Gradio hears that its stream is, and "once" would drop what is pressed in between. The page's script
+        # knows which press is meant (channel.js); one that comes twice all the same replaces its first half.
+        trigger_mode="multiple",
         concurrency_limit=None,
     )
     private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}

@@ -148,7 +148,7 @@ def build(runs: Runs) -> None:
     private = {"show_progress": "hidden", "api_visibility": "private"}
     # In the queue, one after another: a lane that is chosen while the table is still filling comes after the one before it, and is not dropped.
     panel.tokens(tokens, None, table, trigger_mode="multiple", concurrency_limit=1, **private)
-    panel.sweep(sweep, None, panel, trigger_mode="once", concurrency_limit=None, **private)
+    panel.sweep(sweep, None, panel, trigger_mode="multiple", concurrency_limit=None, **private)
     panel.sweep_stop(stop, None, None, queue=False, **private)
 
 

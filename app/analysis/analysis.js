@@ -21,6 +21,7 @@ const VIEWS = [
 const CHART_VIEWS = ["exit-depths", "latency", "similarity", "memory"];
 const BRUSHED = ["exit-depths", "latency"];
 const PANEL_WIDTH = 380; // px that a small multiple needs
+const DOUBLE_MS = 1000;
 const NOT_FINISHED = "The charts appear when the run has ended.";
 const NOT_OPEN = "Nothing is open yet. Open a recording in Watch, or make a run.";
 const LOST = "There is no connection to the server.";
@@ -36,6 +37,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   let comparing = 0; // ... and with every comparison
   let marks = new Map();
   let sweep = noSweep();
+  let swept = -Infinity; // when the last one was asked for
   let result = []; // charts of the last sweep, or of a saved result
   let diff = null;
   let diffLane = null;
@@ -316,8 +318,10 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   function startSweep(settings) {
     const stage = river();
     const words = obstacle(stage);
-    if (words) controls.say(words);
-    else trigger("sweep", { id: stage.id, ...settings });
+    if (words) return controls.say(words);
+    if (performance.now() - swept < DOUBLE_MS) return; // the second half of a double click
+    swept = performance.now();
+    trigger("sweep", { id: stage.id, ...settings });
   }
 
   function takeSweep(text) {

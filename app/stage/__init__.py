@@ -12,12 +12,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MODULES = [
-    *("ramp.js", "save.js", "store.js", "inspector.js", "layout.js", "surface.js", "paint.js", "grids.js", "table.js"),
-    *("headline.js", "memory.js", "runcard.js", "race.js", "texts.js", "player.js", "transport.js", "keys.js", "stage.js"),
+    *("ramp.js", "save.js", "store.js", "decision.js", "inspector.js", "layout.js", "surface.js", "paint.js", "grids.js", "table.js"),
+    *("headline.js", "memory.js", "runcard.js", "race.js", "texts.js", "player.js", "transport.js", "frame.js"),
+    *("place.js", "keys.js", "stage.js"),
 ]
 """In order of dependency. Their top-level names share one scope once joined and must differ."""
 
-PAGE_MODULES = ["link.js", "upload.js", "watch.js", "glue.js"]
+PAGE_MODULES = ["link.js", "upload.js", "watch.js", "channel.js", "glue.js"]
 """What the page adds to them."""
 
 IMPORT = re.compile(r"^import\s[^;]*;\n", re.MULTILINE)

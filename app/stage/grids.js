@@ -1,6 +1,7 @@
 // The grids under the texts: who wrote each slot of the KV cache, how much each layer changed the state, and how far keys and
 // values are from the backbone's. All share one x axis, one scrollbar and one cursor.
 
+import { besideTau, exitScore, testPassed } from "./decision.js";
 import { el, setText, visible } from "./inspector.js";
 import {
   AXIS,
@@ -119,8 +120,11 @@ function similarityWords(run, lane, position, layer) {
   const value = similaritiesAt(run, lane, position)?.[layer];
   if (typeof value !== "number") return "";
   const token = tokenAt(run, lane, position);
-  const tau = token && testNeeded(lane, token, layer) ? ` ${value > lane.rule.tau ? ">" : "≤"} tau ${lane.rule.tau}` : "";
-  return ` · similarity ${value.toFixed(4)}${tau}`;
+  if (!token || !testNeeded(lane, token, layer)) return ` · similarity ${value.toFixed(4)}`;
+  const exit = layer + 1 === token.exit_layer;
+  const passed = exit ? testPassed(token, lane, layersOf(run)) : false; // below the exit no test has passed
+  if (passed === null || (exit && passed === false)) return ` · similarity ${value.toFixed(4)}`;
+  return ` · similarity ${besideTau(exit ? exitScore(token) : { value, exact: false }, passed, lane.rule.tau)}`;
 }
 
 /** The runs of owners of one column in words, for a token that is pointed at elsewhere. */

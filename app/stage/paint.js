@@ -353,7 +353,10 @@ function heat(surface, scene, grid, first, last, scale, columnLevels) {
   }
 }
 
-/** A dot in every cell whose similarity is above tau; the one at the exit, which the exit's bar stands for, is left out. */
+/**
+ * A dot in every cell whose similarity, as recorded, is above tau; the one at the exit, which the exit's bar stands for, is left out. Where the exit test
+ * asked before, the answer was no, whatever the rounded number says.
+ */
 function aboveTau(scene, grid, lane, tau, first, last) {
   const { run, rows, columns } = scene;
   const boxes = [];
@@ -363,9 +366,10 @@ function aboveTau(scene, grid, lane, tau, first, last) {
     const w = columnWidth(columns, position);
     const size = w < 6 || rows.height < 4 ? 1 : 2;
     const x = columnX(columns, position) + Math.floor((w - size) / 2);
-    const exit = position < columns.prompt ? 0 : tokenAt(run, lane, position)?.exit_layer;
+    const token = position < columns.prompt ? null : tokenAt(run, lane, position);
+    const exit = token?.exit_layer ?? 0;
     rows.shown.forEach((layer, row) => {
-      if (values[layer] > tau && layer + 1 !== exit) boxes.push(x, grid.height - (row + 0.5) * rows.height - size / 2, size, size);
+      if (values[layer] > tau && layer + 1 !== exit && !(token && testNeeded(lane, token, layer))) boxes.push(x, grid.height - (row + 0.5) * rows.height - size / 2, size, size);
     });
   }
   return boxes;

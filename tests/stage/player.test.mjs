@@ -256,7 +256,7 @@ test("a lane that is slower than the backbone is called slower", () => {
 test("a key has one meaning, and none while somebody types", () => {
   const focus = (...matches) => ({ closest: (selector) => (selector.split(", ").some((part) => matches.includes(part)) ? {} : null) });
   const key = (name, fields = {}) => ({ key: name, ...fields });
-  const body = focus();
+  const body = { ...focus(), tagName: "BODY" };
   assert.deepEqual(keyAction(key(" "), body), ["toggle"]);
   assert.deepEqual(keyAction(key("ArrowLeft", { shiftKey: true }), body), ["step", -10]);
   assert.deepEqual(keyAction(key("ArrowUp"), body), ["layer", 1]);
@@ -275,4 +275,24 @@ test("a key has one meaning, and none while somebody types", () => {
   const slider = focus("input");
   assert.deepEqual(keyAction(key("ArrowRight"), slider, slider), ["step", 1]);
   assert.equal(keyAction(key("x"), body), null);
+});
+
+test("keys that print something are the stage's only in the stage, and a box with the focus is scrolled by its own", () => {
+  const focus = (...matches) => ({ closest: (selector) => (selector.split(", ").some((part) => matches.includes(part)) ? {} : null) });
+  const act = (name, target, fields = {}) => keyAction({ key: name, ...fields }, target);
+  for (const name of ["1", "9", "?"]) {
+    assert.equal(act(name, focus("button")), null);
+    assert.notEqual(act(name, focus("button", ".stage")), null);
+    assert.notEqual(act(name, null), null);
+  }
+  for (const box of [".inspector", ".table-scroll", ".memory-scroll", ".prompt-text", ".an-scroll"]) {
+    for (const name of ["ArrowUp", "ArrowDown", "ArrowLeft", "Home", "End", " "]) assert.equal(act(name, focus(box, ".stage")), null, `${name} in ${box}`);
+  }
+  const text = focus(".text", ".stage");
+  assert.equal(act("ArrowDown", text), null);
+  assert.deepEqual(act("ArrowRight", text), ["step", 1]);
+  assert.deepEqual(act("Escape", focus("button")), ["unlock"]);
+  for (const fields of [{ isComposing: true }, { defaultPrevented: true }]) assert.equal(act("Escape", focus("button"), fields), null);
+  const behind = { ...focus(), ownerDocument: { querySelector: (what) => (what === "dialog[open]" ? {} : null) } };
+  assert.equal(keyAction({ key: "Escape", target: behind }, behind), null, "the dialog's");
 });
