@@ -279,7 +279,7 @@ def theme() -> gr.themes.Base:
 def launch_options() -> dict[str, Any]:
     """Arguments of `demo.launch` that belong to the page rather than to the machine it runs on."""
     gr.set_static_paths(analysis.static_paths())
-    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style() + analysis.style()
+    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style("watch.css") + analysis.style()
     return {
         "theme": theme(),
         "head": f"<style>{style}</style>",

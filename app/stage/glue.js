@@ -5,6 +5,7 @@ import { createChannel } from "./channel.js";
 import { createPlacer } from "./frame.js";
 import { el, setText } from "./inspector.js";
 import { linkTo, placeOf, readLink } from "./link.js";
+import { createNote } from "./note.js";
 import { createFollower, createMemo } from "./place.js";
 import { saveText } from "./save.js";
 import { createStage } from "./stage.js";
@@ -13,7 +14,6 @@ import { createWatch } from "./watch.js";
 
 const MODEL_POLL_MS = 400;
 const DRAG_OVER_MS = 200; // a drag over the page reports itself at least this often
-const NOTE_MS = 7000;
 const RECORDING = "recording:";
 const NO_SERVER = "There is no connection to the server.";
 const FILE_TYPES = { json: "application/json", csv: "text/csv", html: "text/html" };
@@ -241,37 +241,6 @@ function submits(event) {
 function refuse(event) {
   event.stopImmediatePropagation();
   event.preventDefault();
-}
-
-/** The line that answers an action: a sentence, perhaps with one thing to do about it. It floats; `put` brings it to where it can be seen. */
-function createNote(root, put) {
-  const words = el("span");
-  const way = el("button", { type: "button", class: "note-way" });
-  const close = el("button", { type: "button", class: "note-close", "aria-label": "Close this message" }, "×");
-  let timer = 0;
-  let run = null;
-  const hide = () => {
-    root.hidden = true;
-  };
-  close.addEventListener("click", hide);
-  way.addEventListener("click", () => {
-    hide();
-    run();
-  });
-  root.replaceChildren(words, way, close);
-  root.setAttribute("role", "alert");
-  return {
-    show(text, { label = "", run: action = null, brief = false } = {}) {
-      clearTimeout(timer);
-      words.textContent = text;
-      way.textContent = label;
-      way.hidden = !label;
-      run = action;
-      root.hidden = false;
-      put(root);
-      if (brief) timer = setTimeout(hide, NOTE_MS);
-    },
-  };
 }
 
 /** Files dropped anywhere on the page go to `open`; while one is dragged over it the page says what a drop would do. */
