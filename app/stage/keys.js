@@ -91,8 +91,8 @@ export function createHelp({ place = () => {}, memo = createMemo(() => localStor
     open() {
       if (element.open) return;
       before = document.activeElement;
+      place(element); // before it is opened: what has the focus is scrolled to
       element.showModal();
-      place(element);
     },
   };
 }

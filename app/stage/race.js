@@ -12,7 +12,7 @@ import {
   recentSpeed,
   ruleWords,
   speed,
-  speedBound,
+  speedEstimate,
   speedUp,
   timeSpan,
 } from "./store.js";
@@ -42,24 +42,30 @@ function metricsOf(run, lane) {
   };
 }
 
-/** What the skipped layers allow and what was measured, as [words, explanation]. */
+/** What the skipped layers would allow and what was measured, as [words, explanation]. */
 export function boundWords(run, lane) {
   if (lane.method === "backbone") return ["runs every layer: what the others are compared with", ""];
-  const bound = speedBound(run, lane);
-  if (bound === null) return ["", ""];
+  const bound = speedEstimate(run, lane);
   const ratio = speedUp(run, lane);
   const measured = ratio ? `measured ${ratio.toFixed(2)}×` : "no backbone lane to measure it against";
-  if (bound === Infinity) return [`no backbone layer runs; ${measured}`, "Every layer runs quantised, so skipping sets no limit."];
+  if (lane.decoded === 0) return ["", ""];
+  if (!bound) return [`no backbone layer runs; ${measured}`, "Every layer runs quantised, so skipping sets no limit."];
+  const times = `${bound.times.toFixed(2)}×`;
   const layers = layersOf(run);
-  const mean = (layers / bound).toFixed(1);
-  const why = `Computed: ${layers} layers over a mean of ${mean} that a token was taken through, as if skipped layers cost nothing. Measured: the speed-up.`;
+  const cost = bound.whole
+    ? "if layers that were skipped cost nothing, and the head and the rest of a step what they were measured to cost the backbone"
+    : "as if a step were nothing but layers; the parts of the backbone’s steps were not measured";
   const more = meanLayersRun(lane) - meanDepth(lane);
   const later =
     more > 0.05 && lane.cycles.size === 0
       ? ` Rows of earlier tokens ride along: with them, ${meanLayersRun(lane).toFixed(1)} rows times layers were run per token.`
       : "";
-  const what = lane.cycles.size > 0 ? "one check for several tokens allows" : "layers skipped allow";
-  return [`${what} at most ${bound.toFixed(2)}×; ${measured}`, why + later];
+  const what = lane.cycles.size > 0 ? "one check for several tokens" : bound.share === 0 ? "no backbone layer at all" : "layers skipped";
+  const would = `${what} would allow ${bound.whole ? "" : "less than "}${times}`;
+  // Shown with the same digits: what is said of the two can be seen in them.
+  const above = ratio !== null && Number(ratio.toFixed(2)) > Number(bound.times.toFixed(2)) ? ", more than that: other times differ too" : "";
+  const why = `Computed: a mean of ${(layers * bound.share).toFixed(1)} of ${layers} layers that a token was taken through, ${cost}. Measured: the speed-up.`;
+  return [`${would}; ${measured}${above}`, why + later];
 }
 
 /**
