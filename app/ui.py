@@ -17,6 +17,7 @@ from app.api import trace_endpoint
 from app.calm import Calm
 from app.examples import EXAMPLES
 from app.model_host import ModelHost, is_sentence
+from app.own import controls_of
 from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
 from app.settings import SettingsError, read_settings
 
@@ -123,6 +124,10 @@ class Controls:
 
     inputs: list[gr.components.Component]
     prompt: gr.Textbox
+    chat: gr.Checkbox
+    lanes: gr.CheckboxGroup
+    mode: gr.Dropdown
+    max_tokens: gr.Number
     tau: gr.Textbox
     preset: gr.Radio
     more: gr.Textbox
@@ -171,7 +176,7 @@ def run_controls() -> Controls:
             )
     example.input(None, example, prompt, js="(text) => text", queue=False, show_progress="hidden", api_visibility="private")
     inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more]
-    return Controls(inputs, prompt, tau, preset, more, run_button, stop_button)
+    return Controls(inputs, prompt, chat, lanes, mode, max_tokens, tau, preset, more, run_button, stop_button)
 
 
 def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost, runs: Runs) -> None:
@@ -216,7 +221,18 @@ def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost,
         trigger_mode="multiple",
         concurrency_limit=None,
     )
+
+    def own(event: gr.EventData):
+        """The controls as a trace has them: the prompt, the lanes and what is compared."""
+        trace = runs.trace(str(event._data.get("id")))
+        if trace is None:
+            return [gr.skip() for _ in own_outputs]
+        told = controls_of(trace.header, [value for _, value in LANES])
+        return [told[name] for name in ("prompt", "chat", "lanes", "mode", "max_tokens", "more")] + [told["tau"] or gr.skip()]
+
+    own_outputs = [controls.prompt, controls.chat, controls.lanes, controls.mode, controls.max_tokens, controls.more, controls.tau]
     private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    channel.own(own, None, own_outputs, **private)
     controls.stop.click(stop, None, None, **private)
     channel.model_ready(fit_to_model, controls.tau, [controls.preset, controls.tau], **private)
     controls.preset.input(None, controls.preset, controls.tau, js="(value) => value", **private)

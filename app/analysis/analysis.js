@@ -26,6 +26,11 @@ const NOT_FINISHED = "The charts appear when the run has ended.";
 const NOT_OPEN = "Nothing is open yet. Open a recording in Watch, or make a run.";
 const LOST = "There is no connection to the server.";
 
+/** Whether an element is shown; older browsers do not say so themselves. */
+function inView(element) {
+  return element.checkVisibility?.() ?? element.getClientRects().length > 0;
+}
+
 /** Called once by gr.HTML's js_on_load with the tools that Gradio hands it. */
 function connectAnalysis({ element, props, server, trigger, watch }) {
   const app = element.closest(".gradio-container") ?? document.body;
@@ -118,7 +123,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
 
   /* What is open */
 
-  const seen = () => element.checkVisibility();
+  const seen = () => inView(element);
   const finished = (stage) => stage.source !== "live" || isFinal(stage.whole ?? stage.run);
   const wholeOf = (stage) => stage.whole ?? stage.run;
   const labelsOf = (stage) => new Map([...wholeOf(stage).lanes.values()].map((lane) => [lane.id, lane.label]));
@@ -223,7 +228,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
 
   function draw(root, entry, name) {
     const figure = entry.figure;
-    const now = () => root.isConnected && root.checkVisibility() && (root !== plot || (view === name && held.charts.get(name) === entry));
+    const now = () => root.isConnected && inView(root) && (root !== plot || (view === name && held.charts.get(name) === entry));
     drawn = drawn
       .then(async () => {
         if (!now()) return;

@@ -147,14 +147,12 @@ function connect({ element, props, server, trigger, watch }) {
     button(`${tab}-tab-button`)?.click();
   }
 
+  /** The Run tab, filled in as the open trace was made. */
   async function tryOwn() {
-    const prompt = stage.whole.header?.prompt;
+    const { id, source } = stage;
     select("run");
     const box = await mounted(app, "#prompt textarea");
-    if (prompt) {
-      box.value = prompt;
-      box.dispatchEvent(new Event("input", { bubbles: true }));
-    }
+    if (id !== null && source !== "live") trigger("own", { id });
     box.focus({ preventScroll: true });
   }
 

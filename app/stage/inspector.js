@@ -47,6 +47,9 @@ const KNOWN = {
   "Filled now": "As the engine’s cache says",
 };
 
+/** How facts are known, in words, for a list: [[fact, words], ...]. */
+export const TOKEN_FACTS = Object.entries(KNOWN);
+
 function fact(name, ...value) {
   return el("div", { class: "fact", title: KNOWN[name] ?? null }, el("dt", {}, name), el("dd", {}, ...value));
 }
@@ -292,7 +295,7 @@ function candidates(token) {
         "li",
         id === token.id ? { class: "chosen" } : {},
         bar,
-        el("span", { class: "top5-text" }, visible(text)),
+        el("bdi", { class: "top5-text", lang: "" }, visible(text)),
         el("span", { class: "top5-share" }, `${(share * 100).toFixed(1)} %`),
       ),
     );
@@ -315,7 +318,7 @@ export function inspectorContent(run, lane, token, theme, how = "measured") {
   swatch.style.background = css(depthColour(token.exit_layer / layers, theme));
   const plot = similarityPlot(token, lane, layers);
   return [
-    el("div", { class: "token-title" }, swatch, el("code", {}, visible(token.text)), el("span", { class: "tag" }, how)),
+    el("div", { class: "token-title" }, swatch, el("code", { lang: "", dir: "auto" }, visible(token.text)), el("span", { class: "tag" }, how)),
     el("p", { class: "token-place" }, `${lane.label} · token ${token.i + 1} · position ${token.position} · id ${token.id}`),
     el("p", { class: "why" }, exitSentence(token, lane, layers)),
     plot,

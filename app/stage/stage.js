@@ -5,11 +5,11 @@
 import { createPlacer } from "./frame.js";
 import { createGrids } from "./grids.js";
 import { headline } from "./headline.js";
-import { el, inspectorContent, setText, tokenSentence } from "./inspector.js";
+import { el, inspectorContent, setText, TOKEN_FACTS, tokenSentence } from "./inspector.js";
 import { createHelp, keyAction } from "./keys.js";
 import { createMemory } from "./memory.js";
 import { createPlayer, traceOfRun } from "./player.js";
-import { createRace } from "./race.js";
+import { createRace, RACE_FACTS } from "./race.js";
 import { depthRules } from "./ramp.js";
 import { createRunCard, deviceWords } from "./runcard.js";
 import { saveBlob } from "./save.js";
@@ -86,6 +86,9 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
   const race = createRace(drawLater);
   const evenly = el("p", { class: "evenly" }, "Layers are spread evenly over a token’s time; layer times are not measured.");
   const card = createRunCard(() => [whole, source]);
+  // The same words are titles of the numbers, which neither a finger nor a key can reach.
+  const facts = [...RACE_FACTS, ...TOKEN_FACTS].flatMap(([name, words]) => [el("dt", {}, name), el("dd", {}, words)]);
+  const knownHowList = el("details", { class: "known-how" }, el("summary", {}, "How each number is known"), el("dl", {}, ...facts));
   const transport = createTransport({ toggle, step, layer, edge, seek: (share) => seek(share * (player?.durationNs ?? 0)), speed: setSpeed });
   const help = createHelp({ place: placer.put });
   const ramp = el("span", { class: "legend-ramp", "aria-hidden": "true" });
@@ -148,6 +151,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
       race.axis,
       evenly,
       card.element,
+      knownHowList,
     ),
     transport.element,
     tools,

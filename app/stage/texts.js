@@ -3,6 +3,8 @@
 import { el, setText } from "./inspector.js";
 import { firstDifference, isFinal, textVerdict } from "./store.js";
 
+// Of prompts and answers nobody knows the language, and each goes in its own direction.
+const MODEL_TEXT = { lang: "", dir: "auto" };
 const PIECES_SHOWN = 600;
 const FAR_DOWN = 1e9; // px: the browser stops at the end
 const NEAR_END = 40; // px: a column that is scrolled so far follows its text
@@ -27,6 +29,7 @@ function textColumn(lane, index) {
   view.verdict = el("span", { class: "verdict" });
   view.text = el("div", {
     class: "text",
+    ...MODEL_TEXT,
     tabindex: "0",
     role: "group",
     "data-lane": lane.id,
@@ -51,8 +54,8 @@ function textColumn(lane, index) {
  * `reveal(lane, i)` which scrolls a column to a token without moving the page, `focus(lane)` and `tokenAt(event)`.
  */
 export function createTexts() {
-  const promptLine = el("p", { class: "prompt-text", tabindex: "0" });
-  const pieces = el("div", { class: "pieces", tabindex: "0" });
+  const promptLine = el("p", { class: "prompt-text", tabindex: "0", ...MODEL_TEXT });
+  const pieces = el("div", { class: "pieces", tabindex: "0", ...MODEL_TEXT });
   const piecesTitle = el("summary");
   const prompt = el("div", { class: "prompt", hidden: "" }, promptLine, el("details", {}, piecesTitle, pieces));
   const columns = el("div", { class: "columns" });
