@@ -91,7 +91,7 @@ export function createRace(onResize) {
   let spanNs = 1;
 
   function laneRow(lane) {
-    const view = { ends: [] };
+    const view = { tokens: [] };
     view.metrics = Object.fromEntries(METRICS.map(([name]) => [name, el("b", {}, DASH)]));
     view.status = el("span", { class: "lane-status" });
     view.canvas = el("canvas", { class: "ribbon", "aria-hidden": "true" });
@@ -149,17 +149,29 @@ export function createRace(onResize) {
     const every = COUNT_EVERY.find((step) => (step * lane.decodeNs * perNs) / Math.max(1, lane.decoded) > 44) ?? 1024;
     ctx.font = "10px system-ui, sans-serif";
     ctx.textAlign = "center";
-    view.ends = [];
+    view.tokens = lane.tokens;
     let at = 0;
     let flagged = -1;
     let chosen = null;
     let numbered = 0;
+    const column = { x: -1, ns: 0, exit: 0, river: 0 }; // tokens that are narrower than a pixel share one, by their time
+    const fill = (x, wide, exit, river) => {
+      const foot = RIBBON_CELLS * exit;
+      const rest = RIBBON_CELLS * Math.min(1 - exit, river);
+      ctx.fillStyle = riverLayers;
+      ctx.fillRect(x, RIBBON_CELLS - foot - rest, wide, rest);
+      ctx.fillStyle = frame.depths[Math.round(exit * layers)];
+      ctx.fillRect(x, RIBBON_CELLS - foot, wide, foot);
+    };
+    const flush = () => {
+      if (column.ns > 0) fill(column.x, 1, column.exit / column.ns, column.river / column.ns);
+      column.ns = 0;
+    };
     for (const token of lane.tokens) {
       if (!token) continue;
       const x = at * perNs;
       at += token.t_ns;
       const w = at * perNs - x;
-      view.ends.push([at, token.i]);
       if (token.i === differs) flagged = x;
       if (frame.cursor?.lane === lane.id && frame.cursor.i === token.i) chosen = [x, w];
       if (token.from_prefill) {
@@ -169,13 +181,17 @@ export function createRace(onResize) {
       }
       // One column is one token: its width is its time, its foot the backbone layers, the rest the quantised layers.
       const share = token.exit_layer / layers;
-      const foot = RIBBON_CELLS * share;
-      const river = RIBBON_CELLS * Math.min(1 - share, token.river_layers / layers);
-      const wide = Math.max(0.6, w > 3 ? w - 0.75 : w);
-      ctx.fillStyle = riverLayers;
-      ctx.fillRect(x, RIBBON_CELLS - foot - river, wide, river);
-      ctx.fillStyle = frame.depths[token.exit_layer];
-      ctx.fillRect(x, RIBBON_CELLS - foot, wide, foot);
+      const river = token.river_layers / layers;
+      if (w >= 1) {
+        flush();
+        fill(x, w > 3 ? w - 0.75 : w, share, river);
+      } else {
+        if (Math.floor(x) !== column.x) flush();
+        if (column.ns === 0) Object.assign(column, { x: Math.floor(x), exit: 0, river: 0 });
+        column.ns += token.t_ns;
+        column.exit += share * token.t_ns;
+        column.river += river * token.t_ns;
+      }
       if ((token.i + 1) % every === 0 && at * perNs - numbered >= LEAST_APART) {
         numbered = at * perNs;
         ctx.fillStyle = muted;
@@ -183,6 +199,7 @@ export function createRace(onResize) {
         ctx.fillText(String(token.i + 1), Math.min(at * perNs, width - 10), height - 1);
       }
     }
+    flush();
     const work = frame.inflight?.get(lane.id);
     if (work) {
       // The token at work: as wide as the time it has had, as high as the layers that are done.
@@ -257,8 +274,9 @@ export function createRace(onResize) {
       const view = id && views.get(id);
       if (!view) return null;
       const at = (event.offsetX / canvas.clientWidth) * spanNs;
-      const found = view.ends.find(([end]) => end >= at);
-      return found ? { lane: id, i: found[1] } : null;
+      let end = 0;
+      for (const token of view.tokens) if (token && (end += token.t_ns) >= at) return { lane: id, i: token.i };
+      return null;
     },
   };
 }
