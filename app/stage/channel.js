@@ -4,7 +4,7 @@ import { isFinal, newRun, statusLine } from "./store.js";
 
 const RUN_KEY = "river-explorer-run";
 const LEFT_KEY = "river-explorer-left"; // set as the page is left: a reload finds it, a duplicate of a tab that is still there does not
-const POLL_MS = [300, 450, 700, 1000, 1500, 2000]; // the last one for ever
+const POLL_MS = [300, 450, 700, 1000]; // the last one for ever; the server lets go of a run that nobody asks for
 const ASKED_MS = 1000; // a second press within that time is the first one's double
 
 /**

@@ -217,6 +217,7 @@ function connect({ element, props, server, trigger, watch }) {
   channel.show();
   // Before Gradio hears of it: a press that is not meant as one goes no further, and every other one counts.
   app.addEventListener("click", (event) => event.target.closest("#run") && !pressed() && refuse(event), { capture: true });
+  app.addEventListener("click", (event) => event.target.closest("#stop[aria-disabled=true]") && refuse(event), { capture: true });
   app.addEventListener("keydown", (event) => submits(event) && !pressed() && refuse(event), { capture: true });
   app.addEventListener("click", (event) => {
     if (event.target.closest("#run-tab-button")) mounted(app, "#stop").then(channel.show);

@@ -508,7 +508,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
     drawHead();
     drawLegend();
     race.draw(run, { theme: dark, style, cursor: hovered ?? cursor, clockNs: partial ? clock : null, inflight });
-    texts.draw(run, marks, moving);
+    texts.draw(run, marks, moving, cursor);
     drawInspector(dark);
     drawTransport(inflight);
     grids.draw(run, { theme: dark, how: knownHow(), moving, lane: gridLane(), cursor, hover: hovered, marks, inflight, length: player?.longest });

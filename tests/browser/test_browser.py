@@ -182,6 +182,40 @@ def test_two_visitors_wait_for_one_another_and_never_mix(new_tab):
     assert second.page.locator(".text[data-lane=river] .tok").count() <= 8
 
 
+def test_a_double_click_is_one_run_and_esc_stops_it_only_where_it_has_no_other_use(new_tab, page_server):
+    tab = new_tab()
+    page = tab.page
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if "/queue/join" in request.url else None)
+    tab.fill("prompt", LONG)
+    tab.fill("max-tokens", "1500")
+    page.dblclick("#run")
+    page.wait_for_selector(".stage[data-source=live][data-run-state=running]")
+    tab.wait_tokens(3)
+    assert len(asked) == 1
+    running = "document.querySelector('.gradio-container').dataset.runState"
+    page.click("#prompt textarea")
+    page.keyboard.press("Escape")
+    page.click("#example input")  # its list is open
+    page.keyboard.press("Escape")
+    page.click(".stage [data-action=keys]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".help:not([open])", state="attached")
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_timeout(300)
+    assert page.evaluate(running) == "running"
+    page.locator("h1").click()
+    page.keyboard.press("Escape")
+    tab.wait_state("done")
+    assert "stopped" in page.text_content(".lane[data-lane=backbone] .lane-status")
+    # One click is enough as soon as the page says that it is over.
+    tab.fill("max-tokens", "2")
+    for _ in range(3):
+        tab.press("run")
+        tab.wait_state("done")
+    assert len(asked) == 4
+
+
 def test_closing_the_tab_frees_the_engine(new_tab, page_server):
     tab = new_tab()
     tab.fill("prompt", LONG)

@@ -148,14 +148,23 @@ test("a live run that has ended becomes the same film as its trace", () => {
   assert.deepEqual(player.runAt(139), createPlayer(TRACE).runAt(139));
 });
 
-test("five lanes of two thousand tokens are scrubbed well within a frame's patience", () => {
+test("five lanes of two thousand tokens are scrubbed in the time in which they are read, or less", () => {
   const ids = ["backbone", "masking", "recompute", "propagation", "river"];
   const long = traceOf(ids.map((id) => lane(id, Array.from({ length: 2000 }, (_, i) => token(id, i, i % 5, 1000 + (i % 7))))));
   const player = createPlayer(long);
-  const start = performance.now();
-  for (let k = 20; k >= 1; k -= 1) player.runAt((player.durationNs * k) / 20); // every one builds anew
-  const each = (performance.now() - start) / 20;
-  assert.ok(each < 100, `${each.toFixed(1)} ms`);
+  const text = JSON.stringify(long);
+  const least = (act) => {
+    let best = Infinity;
+    for (let k = 8; k >= 1; k -= 1) {
+      const start = performance.now();
+      act(k);
+      best = Math.min(best, performance.now() - start);
+    }
+    return best;
+  };
+  const scrubbed = least((k) => player.runAt((player.durationNs * k) / 8)); // every one builds anew
+  const read = least(() => JSON.parse(text));
+  assert.ok(scrubbed < 3 * read, `${scrubbed.toFixed(1)} ms beside ${read.toFixed(1)} ms`);
 });
 
 test("short films are played slowly enough to follow, unless they are longer than that anyway", () => {
