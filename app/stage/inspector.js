@@ -118,6 +118,8 @@ function fullDepthWords(token, lane, layers) {
   const all = `Ran all ${layers} layers`;
   if (lane.method === "verified") return `${all}: checked by the backbone.`;
   if (rule.name === "follow") return `${all}, as River did.`;
+  if (token.why === "forced") return `${all}.`;
+  if (token.why === "held") return lane.method === "recompute" || lane.method === "replay" ? `${all}: too many tokens were waiting.` : `${all}: it had to.`;
   if (!token.tested) return lane.method === "recompute" || lane.method === "replay" ? `${all}, without a test: too many tokens were waiting.` : `${all}.`;
   if (typeof rule.threshold === "number") return `${all}: its confidence did not pass ${rule.threshold} (${rule.name})${limitsOfRule(rule)}.`;
   const best = highest(token, rule);

@@ -73,5 +73,7 @@ test("a monotone lane's token was held where it went no deeper than it might, an
   assert.equal(testPassed(token(1, 2, 0.9), lane, 4), true, "0.9 is a rounded number; it might have gone one deeper");
   assert.equal(testPassed(token(1, 3, 0.9), lane, 4), null);
   assert.match(exitSentence(token(1, 3, 0.9), lane, 4), /the trace does not tell more/);
+  for (const why of ["held", "forced", "end"]) assert.doesNotMatch(exitSentence(token(1, 4, why === "end" ? 0.5 : 0.95, { why, tested: 3 }), lane, 4), /0\.95/, why);
+  assert.match(exitSentence(token(1, 4, 0.95, { why: "held", tested: 3 }), { ...lane, method: "recompute" }, 4), /too many tokens were waiting/);
   assert.match(exitSentence(token(1, 3, 0.95, { why: "held", score: 0.95 }), lane, 4), /no token may go deeper.*0\.9500 > tau 0\.9/);
 });
