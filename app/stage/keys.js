@@ -69,12 +69,12 @@ function elsewhere(target) {
 
 /** The dialog that lists the keys and switches them off: `open()` shows it, and the focus returns to where it was; `on` is whether keys act. */
 export function createHelp({ place = () => {}, memo = createMemo(() => localStorage) } = {}) {
-  const close = el("button", { type: "button", class: "help-close", autofocus: "" }, "Close");
+  const close = el("button", { type: "button", class: "help-close" }, "Close");
   const box = el("input", { type: "checkbox" });
   const title = el("h2", { id: "stage-keys-title" }, "Keyboard");
   const caps = (keys) => keys.split(" ").map((key) => (key === "…" ? key : el("kbd", {}, key)));
   const list = el("dl", {}, ...KEY_LIST.flatMap(([keys, words]) => [el("dt", {}, ...caps(keys)), el("dd", {}, words)]));
-  const element = el("dialog", { class: "help", "aria-labelledby": "stage-keys-title" }, title, list, el("p", {}, "Keys do nothing here while you type."), el("label", { class: "help-switch" }, box, " Keys control the film and the texts"), close);
+  const element = el("dialog", { class: "help", autofocus: "", tabindex: "-1", "aria-labelledby": "stage-keys-title" }, title, list, el("p", {}, "Keys do nothing here while you type."), el("label", { class: "help-switch" }, box, " Keys control the film and the texts"), close);
   let before = null;
   box.checked = memo.get(KEYS_OFF) === null;
   box.addEventListener("change", () => (box.checked ? memo.drop(KEYS_OFF) : memo.set(KEYS_OFF, "1")));
