@@ -174,7 +174,9 @@ def run_controls() -> Controls:
             timing = gr.Dropdown(
                 [("race", "race"), ("one after another", "sequential")], value="race", label="Timing", filterable=False, min_width=150
             )
-    example.input(None, example, prompt, js="(text) => text", queue=False, show_progress="hidden", api_visibility="private")
+    # A list that is left without a choice tells of an empty one: what has been typed stays.
+    keep = "(text, prompt) => text || prompt"
+    example.input(None, [example, prompt], prompt, js=keep, queue=False, show_progress="hidden", api_visibility="private")
     inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more]
     return Controls(inputs, prompt, chat, lanes, mode, max_tokens, tau, preset, more, run_button, stop_button)
 

@@ -209,6 +209,7 @@ def test_a_double_click_is_one_run_and_esc_stops_it_only_where_it_has_no_other_u
     page.keyboard.press("Escape")
     tab.wait_state("done")
     assert "stopped" in page.text_content(".lane[data-lane=backbone] .lane-status")
+    assert page.input_value("#prompt textarea") == LONG, "leaving the list of examples without a choice keeps the prompt"
     # One click is enough as soon as the page says that it is over.
     tab.fill("max-tokens", "2")
     for _ in range(3):
