@@ -20,6 +20,7 @@ from app.desk import Desk
 from app.examples import EXAMPLES
 from app.limits import Limits, address_of, defaults
 from app.model_host import ModelHost
+from app.own import controls_of
 from app.runs import Runs
 from app.settings import SettingsError, read_settings
 
@@ -131,6 +132,10 @@ class Controls:
 
     inputs: list[gr.components.Component]
     prompt: gr.Textbox
+    chat: gr.Checkbox
+    lanes: gr.CheckboxGroup
+    mode: gr.Dropdown
+    max_tokens: gr.Number
     tau: gr.Textbox
     preset: gr.Radio
     more: gr.Textbox
@@ -177,9 +182,11 @@ def run_controls() -> Controls:
             timing = gr.Dropdown(
                 [("race", "race"), ("one after another", "sequential")], value="race", label="Timing", filterable=False, min_width=150
             )
-    example.input(None, example, prompt, js="(text) => text", queue=False, show_progress="hidden", api_visibility="private")
+    # A list that is left without a choice tells of an empty one: what has been typed stays.
+    keep = "(text, prompt) => text || prompt"
+    example.input(None, [example, prompt], prompt, js=keep, queue=False, show_progress="hidden", api_visibility="private")
     inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more]
-    return Controls(inputs, prompt, tau, preset, more, run_button, stop_button)
+    return Controls(inputs, prompt, chat, lanes, mode, max_tokens, tau, preset, more, run_button, stop_button)
 
 
 def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost, runs: Runs) -> None:
@@ -227,10 +234,23 @@ def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost,
         # For the page and its tests; programs have /trace.
         api_visibility="undocumented",
         show_progress="hidden",
-        trigger_mode="once",
+        # A run is over some moments before Gradio hears that its stream is, and "once" would drop what is pressed in between. The page's script
+        # knows which press is meant (channel.js); one that comes twice all the same replaces its first half.
+        trigger_mode="multiple",
         concurrency_limit=None,
     )
+
+    def own(event: gr.EventData):
+        """The controls as a trace has them: the prompt, the lanes and what is compared."""
+        trace = runs.trace(str(event._data.get("id")))
+        if trace is None:
+            return [gr.skip() for _ in own_outputs]
+        told = controls_of(trace.header, [value for _, value in LANES])
+        return [told[name] for name in ("prompt", "chat", "lanes", "mode", "max_tokens", "more")] + [told["tau"] or gr.skip()]
+
+    own_outputs = [controls.prompt, controls.chat, controls.lanes, controls.mode, controls.max_tokens, controls.more, controls.tau]
     private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    channel.own(own, None, own_outputs, **private)
     controls.stop.click(stop, None, None, **private)
     # After a reload the run belongs to the session before: it is stopped by its secret id, which the tab has kept.
     followed = gr.Textbox(visible=False, elem_id="followed-run")
@@ -297,7 +317,7 @@ def launch_options(limits: Limits | None = None) -> dict[str, Any]:
     """Arguments of `demo.launch` that belong to the page rather than to the machine it runs on."""
     limits = limits or defaults()
     gr.set_static_paths(analysis.static_paths())
-    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style() + analysis.style()
+    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style("watch.css") + analysis.style()
     return {
         "theme": theme(),
         "head": f"<style>{style}</style>",
