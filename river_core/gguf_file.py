@@ -110,7 +110,7 @@ def open_gguf(path: Path) -> GgufFile:
         elements = file.elements
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         why = str(error)
-        if kind := re.search(r"(\S+) is not a valid (GGMLQuantizationType|GGUFValueType)", why):
+        if kind := re.search(r"(\d+)\)? is not a valid (GGMLQuantizationType|GGUFValueType)", why):
             raise LoadError(
                 f"{path.name} holds weights or fields of GGUF type {kind[1]}, which {known} does not know. "
                 "Try pip install --upgrade gguf, or take the file in another quantisation, such as Q4_K_M or Q8_0."
@@ -164,7 +164,7 @@ def complete_config(file: GgufFile, config) -> None:
     """Write into a transformers config what the file says and transformers does not read.
 
     Args:
-        config: what transformers made of the same file. Changed in place: biases, head size, sliding window, vocabulary, rope.
+        config: what transformers made of the same file. Changed in place: biases, head size, sliding window, vocabulary, control tokens, rope.
 
     Raises:
         LoadError: the file asks for something that the decoder does not compute.
@@ -181,6 +181,10 @@ def complete_config(file: GgufFile, config) -> None:
         config.head_dim = head_dim
     if "token_embd.weight" in file.shapes:  # rows that pad the vocabulary are the embedding's, and no token of the tokenizer
         config.vocab_size = file.shapes["token_embd.weight"][0]
+    # A family's defaults are ids of its own vocabulary: another model's file that leaves one out must not get them.
+    ends = [file.value(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    config.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None)) or None
+    config.bos_token_id, config.pad_token_id = file.value("tokenizer.ggml.bos_token_id"), None
     if hasattr(config, "attention_bias"):
         config.attention_bias = "blk.0.attn_q.bias" in file.shapes
     if hasattr(config, "mlp_bias"):

@@ -209,7 +209,7 @@ def _from_folder(folder: Path, source: str, name: str, report, check, converted:
         )
     if beyond:
         notes.append(
-            f"{len(beyond)} tokens of the tokenizer, from {beyond[0][0]!r} on, lie beyond the {rows:,} rows of the embedding; a prompt that needs one is refused."
+            f"The tokenizer has tokens beyond the {rows:,} rows of the embedding, from {beyond[0][0]!r} on; a prompt that needs one is refused."
         )
     return Checkpoint(
         name=name.split("/")[-1],
