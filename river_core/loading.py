@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -472,7 +473,7 @@ def _convert(path: Path, folder: Path, sha256: str, name: str, report, check) ->
             if check:
                 check(config)
             complete_config(file, config)
-            check_tensors(file, config)
+            _quietly(check_tensors, file, config)
             report("convert", 0.25, f"unpacking {name}: tokenizer")
             tokenizer = _quietly(AutoTokenizer.from_pretrained, path.parent, gguf_file=path.name)
             report("convert", 0.4, f"unpacking {name}: weights")
@@ -592,6 +593,9 @@ def need_memory(name: str, needed: float) -> None:
         )
 
 
+OVERHEAD = 250e6  # libraries that are loaded on the way, the tokenizer, and the matrices on which kernels are measured
+
+
 def bytes_to_load(
     sizes, tied: bool, itemsize: int = 2, bits: int = 4, threads: int = 1, keeps_codes: bool = False, resident: int | None = None
 ) -> float:
@@ -610,9 +614,9 @@ def bytes_to_load(
     group = 8 / 32  # a float32 scale and zero, for the smallest group that is usual
     # Packed for the kernel, and once more while compiled code takes them over; 8 bits have one layout.
     river = 4 if itemsize == 4 else 1.1 if bits == 4 else 1.0 + group
-    codes = 1 + group if keeps_codes else 0
+    codes = 1 + group + (0.5 if bits == 4 else 0) if keeps_codes else 0  # as they were made, and packed to be written
     scratch = min(threads, sizes.num_hidden_layers) * d * max(2 * wide, queries + 2 * keys) * 12
-    return itemsize * (backbone + embedding) + layers * (river + codes) + scratch
+    return OVERHEAD + itemsize * (backbone + embedding) + layers * (river + codes) + scratch
 
 
 def available_memory() -> int:
@@ -650,14 +654,19 @@ def _container_room():
 
 
 def _quietly(function, *args, **kwargs):
-    """Call into transformers without its progress bars; ours are shown instead."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return function(*args, **kwargs)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    """Call into transformers without its progress bars; ours are shown instead. One thread at a time: while it makes a model, transformers swaps functions
+    of PyTorch's and of its own, and two threads that do so leave them swapped."""
+    with _IN_TRANSFORMERS:
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+
+
+_IN_TRANSFORMERS = threading.Lock()
 
 
 def _first_line(error: Exception) -> str:
