@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from river_core.errors import LoadError
 from river_core.kernels import KernelPlan
 from river_core.kv_cache import BACKBONE, KVCache, Slots
-from river_core.rope import Rope, Rotation
+from river_core.rope import ROPE_TYPES, Rope, Rotation
 from river_core.screening import Largest, Screen
 
 SUPPORTED_MODEL_TYPES = {
@@ -35,6 +35,15 @@ def check_supported(config) -> None:
     if model_type not in SUPPORTED_MODEL_TYPES:
         known = "; ".join(f"{kind} ({models})" for kind, models in SUPPORTED_MODEL_TYPES.items())
         raise LoadError(f"The architecture '{model_type}' is not supported. Supported are: {known}.")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else None
+    if kind not in ROPE_TYPES:
+        raise LoadError(f"The rope scaling {str(kind)[:40]!r} of this model is not supported. Supported are: {', '.join(ROPE_TYPES)}.")
+    if config.hidden_act not in ACT2FN:
+        raise LoadError(f"The activation {str(config.hidden_act)[:40]!r} of this model is not known.")
+    heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if min(heads, key_heads, config.num_hidden_layers, config.hidden_size, config.intermediate_size) < 1 or heads % key_heads:
+        raise LoadError("The sizes in this model's config do not fit together.")
 
 
 @dataclass(frozen=True)

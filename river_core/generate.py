@@ -13,7 +13,7 @@ from river_core.model import memory_facts
 from river_core.same_text import Follow, order, same_text
 from river_core.same_text import check as check_same_text
 from river_core.sampling import Sampling
-from river_core.text import check_prompt, clean, encode, pieces
+from river_core.text import check_prompt, clean, encode_prompt, pieces
 from river_core.trace import TRACE_VERSION
 
 TIMING = {
@@ -98,7 +98,8 @@ def compare(
     if mode != "free":
         check_same_text(chosen, mode == "same-exits")
         timing = "in step"
-    prompt_ids = encode(model.tokenizer, prompt, chat)
+    prompt_ids, told = encode_prompt(model.tokenizer, prompt, chat, model.config.vocab_size)
+    notices += told
     max_new_tokens = _fit_length(model, prompt_ids, max_new_tokens, notices)
     if chat and not model.tokenizer.chat_template:
         notices.append("This model has no chat template; the prompt was used as it is.")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -22,8 +24,7 @@ class Rope:
     """The rotary embedding of one model; holds no state of any run, only a table that all runs share.
 
     Args:
-        config: a transformers text config with `rope_parameters`; every rope type that transformers computes is taken
-            (default, linear, dynamic, yarn, longrope, llama3).
+        config: a transformers text config with `rope_parameters`; its type is one of `ROPE_TYPES`.
         num_attention_heads, num_key_value_heads, head_dim: as in `DecoderConfig`.
         device: where the rotations live.
     """
@@ -38,7 +39,11 @@ class Rope:
         self.rotary_dim = 2 * len(self._frequencies(1)[0])
         # Ministral 3 scales queries with their position; a rotation is linear, so the factor goes into its cosine and sine.
         self.query_beta = self.parameters.get("llama_4_scaling_beta")
-        self._static = None if self.rope_type in ("longrope", "dynamic") else self._frequencies(1)
+        # Factors that are the same for short and long texts stand for a fixed set of frequencies, such as a GGUF file's rope_freqs.
+        moves = self.rope_type == "dynamic" or (
+            self.rope_type == "longrope" and self.parameters["short_factor"] != self.parameters["long_factor"]
+        )
+        self._static = None if moves else self._frequencies(1)
         self._table = None
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the table, one by one: a step asks for nothing else
 
