@@ -1,5 +1,6 @@
 """A run: checked input, lanes in turn, events out."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import platform
@@ -157,8 +158,9 @@ def _lanes_in_step(model, methods, prompt_ids, max_new_tokens, sampling, prefill
         rule = None
         if same_exits and leader is not None and method.kind.follows:
             rule = Follow(leader.depths, leader.id)
+            method = dataclasses.replace(method, label=method.plain_label)
             entry = next(lane for lane in header["lanes"] if lane["id"] == method.id)
-            entry["rule"] = rule.describe()
+            entry |= {"rule": rule.describe(), "label": method.label}
         lane = Lane(model, method, prompt_ids, max_new_tokens, sampling, prefill, rule)
         if same_exits and leader is None and method.method == "river":
             leader = lane

@@ -9,6 +9,7 @@ and the rows at work in a layer are always a contiguous run of positions that en
 
 import torch
 
+from river_core.exit_rules import ExitRule
 from river_core.kv_cache import BACKBONE
 from river_core.strategies import Strategy
 
@@ -130,7 +131,7 @@ class TokenReplayStrategy(Strategy):
         return filled
 
 
-class _LastRow:
+class _LastRow(ExitRule):
     """A rule that looks at the current token only, however many rows are replayed; None = never leave."""
 
     def __init__(self, rule):
@@ -138,6 +139,9 @@ class _LastRow:
 
     def next_test(self, layer):
         return self.rule.next_test(layer)
+
+    def tau_beyond(self, layer):
+        return self.rule.tau_beyond(layer)
 
     def forced_depth(self, index):
         return 10**9 if self.rule is None else self.rule.forced_depth(index)

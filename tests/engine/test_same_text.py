@@ -1,9 +1,14 @@
 """Comparing on the same text, and on the same exits: what is left is the method, then the KV strategy alone."""
 
+import shutil
+
 import pytest
 
 from river_core import InputError, Trace, compare
+from river_core.loading import cache_dir
 from river_core.methods import METHODS, parse_methods
+from river_core.native import NATIVE
+from tests.tiny import tiny_model
 
 ALL = ("backbone", "river", "int4", "masking", "recompute", "replay", "propagation", "monotone", "skipdecode", "sequence+depth=3")
 FOLLOWERS = ("masking", "recompute", "replay", "propagation", "monotone")
@@ -146,7 +151,7 @@ def test_an_end_token_inside_a_draft_ends_the_answer_there(tiny):
         ("river:0.5+floor=2+layers=2/4", {"name": "similarity", "tau": 0.5, "floor": 2, "layers": [2, 4]}, {}),
         ("masking@entropy+layers=3+floor=2", {"name": "entropy", "threshold": 0.7, "floor": 2, "layers": [3]}, {}),
         ("masking@replay+depths=6/2/3", {"name": "replay", "depths": [6, 2, 3]}, {}),
-        ("sequence+depth=2+head=balcony", {"name": "similarity", "tau": 0.7, "floor": 1, "layers": None}, {"depth": 2, "head": "balcony"}),
+        ("sequence+depth=2+head=balcony", {"name": "fixed", "depth": 2}, {"depth": 2, "head": "balcony"}),
     ],
 )
 def test_methods_are_written_with_rule_value_and_options(tiny, text, rule, options):
@@ -171,11 +176,91 @@ def test_methods_are_written_with_rule_value_and_options(tiny, text, rule, optio
         ("sequence+head=brass", "lens or balcony"),
         ("sequence+depth=0", "1 to 6"),
         ("skipdecode+n_min=0", "SkipDecode needs"),
+        ("skipdecode+n_min=-3", "SkipDecode needs"),
+        ("skipdecode+warm_up=-1", "SkipDecode needs"),
+        ("skipdecode+horizon=0", "SkipDecode needs"),
+        ("recompute+cap=-4", "no count"),
+        ("replay+cap=-1", "no count"),
+        ("verified+k=-1", "no count"),
+        ("verified+k=2+k=3", "twice"),
+        ("sequence+depth=7", "1 to 6"),
+        ("river:95", "from -2"),
+        ("river:-2.01", "from -2"),
+        ("river:0,95", "must be a number"),
+        ("masking@margin:inf", "must be a number"),
+        ("masking@fixed:x", "whole number from 0 to 6"),
+        ("masking@fixed:-1", "whole number from 0 to 6"),
+        ("masking@fixed:nan", "whole number from 0 to 6"),
+        ("river+floor=4+layers=2/3", "at or beyond the floor of 4"),
+        # names that would wear a rule or a value that does not act
+        ("backbone@fixed:1", "no exit rule to choose"),
+        ("backbone:0.95", "takes no value"),
+        ("backbone@similarity:0.95", "no exit rule to choose"),
+        ("int4@similarity:0.5", "no exit rule to choose"),
+        ("int4:0.5", "takes no value"),
+        ("verified@fixed:3", "no exit rule to choose"),
+        ("verified:0.9", "takes no value"),
+        ("skipdecode@similarity:0.9", "no exit rule to choose"),
+        ("river@never:1", "takes no value"),
+        ("river@replay", "needs the depths"),
+        ("river@replay:1+depths=2", "takes no value"),
+        ("sequence@replay+depths=2", "does not take the exit rule replay"),
+        ("sequence:0.5+depth=3", "not both"),
+        ("sequence@fixed:2+depth=3", "not both"),
+        ("sequence+depth=3+floor=2", "not both"),
     ],
 )
 def test_methods_that_make_no_sense_get_a_sentence(tiny, text, says):
     with pytest.raises(InputError, match=says):
         parse_methods([text], None, tiny)
+
+
+@pytest.fixture(scope="module", params=["plain", "compiled"])
+def every_way(request):
+    """The tiny model with layers run operation by operation, and in compiled code."""
+    model = tiny_model()
+    if request.param == "compiled":
+        if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+            pytest.skip("no C++ compiler")
+        NATIVE.start(cache_dir() / "native")
+        assert NATIVE.wait(), NATIVE.reason
+        for blocks in (model.decoder.blocks, model.river.blocks):
+            blocks.stack = NATIVE.stack(model.decoder, blocks, True)
+    return model
+
+
+VALUES = {
+    "similarity": ":0.5",
+    "maxprob": ":0.004",
+    "margin": ":0.0005",
+    "entropy": ":0.001",
+    "fixed": ":3",
+    "replay": "+depths=6/2/4/1",
+    "never": "",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", [None, *VALUES])
+def test_every_method_with_every_rule_runs_or_is_refused_before_the_run(every_way, method, rule):
+    text = method if rule is None else f"{method}@{rule}{VALUES[rule]}"
+    if rule is not None and rule not in METHODS[method].rules:
+        with pytest.raises(InputError, match="exit rule"):
+            parse_methods([text], None, every_way)
+        return
+    trace = Trace.from_events(compare(every_way, "Hello", (text,), tau=0.5, max_new_tokens=8))
+    (lane,) = trace.lanes.values()
+    assert (lane.end["reason"], lane.end["message"], len(lane.tokens)) == ("length", None, 8)
+    if rule == "fixed":
+        assert {token["exit_layer"] for token in lane.steps} <= {3, 6}  # 6: a cap of pending tokens
+
+
+def test_a_lane_that_follows_rivers_exits_wears_no_rule_of_its_own(tiny):
+    header = next(compare(tiny, "Hello", ("backbone", "river:0.5", "masking@fixed:2", "recompute:0.9+cap=3+floor=2"), mode="same-exits"))[
+        "header"
+    ]
+    labels = {lane["id"]: lane["label"] for lane in header["lanes"]}
+    assert labels == {"backbone": "Backbone", "river": "River, tau 0.5", "masking": "KV masking", "recompute": "Recompute, cap 3"}
 
 
 def test_a_floor_and_allowed_depths_bound_the_exits(tiny):
