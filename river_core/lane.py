@@ -1,5 +1,6 @@
 """One lane: a method decoding its own text over the shared model, step by step, on its own cache and its own clock."""
 
+import logging
 import time
 
 import torch
@@ -13,6 +14,8 @@ from river_core.sampling import Sampler, Sampling
 from river_core.strategies import Step
 from river_core.text import TextStream, token_text
 from river_core.trace import rounded
+
+log = logging.getLogger(__name__)
 
 TOP = 5
 PROMPT_SIMILARITIES = 1 << 16  # similarities of prompt tokens that a trace takes; those of longer prompts are left out
@@ -140,23 +143,32 @@ class Lane:
         """Run a piece of this lane's work; if it fails, close the lane and return the events that say so. The other lanes go on."""
         try:
             return work(*args)
-        except (RiverError, RuntimeError, MemoryError) as error:
-            message = self._explain(error)
-            return [{"type": "error", "lane": self.id, "message": message}, self.end("error", message)]
+        except Exception as error:  # whatever it is, it is this lane's alone
+            return self.fail(self._explain(error))
+
+    def fail(self, message: str) -> list[dict]:
+        """Close the lane with a sentence; its events."""
+        return [{"type": "error", "lane": self.id, "message": message}, self.end("error", message)]
 
     def _explain(self, error: Exception) -> str:
-        """One sentence for a lane that failed."""
+        """One sentence for a lane that failed; what nobody foresaw goes into the log with its traceback."""
         if isinstance(error, RiverError):
             return str(error)
-        text = str(error)
+        text = str(error).strip()
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text or "out of memory" in text:
             return f"Lane {self.method.label} ran out of memory. Use fewer tokens, fewer lanes or a smaller model."
-        return f"Lane {self.method.label} failed: {text.splitlines()[0] if text else type(error).__name__}"
+        log.error("lane %s failed", self.method.label, exc_info=error)
+        words = [] if isinstance(error, RuntimeError) and text else [type(error).__name__]
+        return f"Lane {self.method.label} failed: {': '.join(words + text.splitlines()[:1])[:300]}"
 
     def end(self, reason: str, message: str | None = None) -> dict:
         """Close the lane; the event carries the whole text."""
         self.finished = reason
-        rest = self.stream.rest()
+        try:
+            rest = self.stream.rest()
+        except Exception as error:  # a decoder of text that has thrown before: what is written stays
+            log.error("lane %s: the last characters cannot be decoded", self.method.label, exc_info=error)
+            rest = ""
         return {
             "type": "end", "lane": self.id, "reason": reason, "tokens": len(self.token_ids), "decode_ns": self.decode_ns,
             "rest": rest, "text": self.stream.written + rest, "message": message, "kv_bytes": self.cache.nbytes if self.cache else 0,

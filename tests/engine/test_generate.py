@@ -218,6 +218,27 @@ def test_a_lane_that_fails_keeps_what_it_has_and_the_others_go_on(tiny, monkeypa
     assert ends["backbone"]["tokens"] == ends["int4"]["tokens"] == 12
 
 
+@pytest.mark.parametrize("where", ["step", "prefill"])
+@pytest.mark.parametrize(
+    "error", [IndexError("list index"), KeyError("x"), AssertionError(), RuntimeError("shapes\nof many lines"), ZeroDivisionError("by 0")]
+)
+def test_an_error_of_any_kind_ends_one_lane_with_a_sentence_and_is_logged_once(tiny, monkeypatch, caplog, error, where):
+    from river_core.strategies.masking import MaskingStrategy
+
+    def broken(self, *args):
+        raise error
+
+    monkeypatch.setattr(MaskingStrategy, where, broken)
+    options = {"prefill": "sequence"} if where == "prefill" else {}  # a shared prompt pass would not be the lane's own
+    events = run(tiny, methods=("backbone", "masking", "river"), **options)
+    ends = {e["lane"]: e for e in of(events, "end")}
+    assert (ends["masking"]["reason"], ends["masking"]["tokens"]) == ("error", int(where == "step"))
+    assert ends["masking"]["message"].startswith("Lane KV masking failed: ") and "\n" not in ends["masking"]["message"]
+    assert ends["backbone"]["tokens"] == ends["river"]["tokens"] == 12
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+    Trace.from_events(events)
+
+
 def test_scores_that_overflow_end_the_lane_with_advice(tiny):
     broken = dataclasses.replace(tiny)
     broken.decoder = object.__new__(type(tiny.decoder))

@@ -120,6 +120,56 @@ def test_a_lane_that_fails_does_not_take_the_others_with_it(tiny, monkeypatch):
     assert ends["backbone"]["tokens"] == ends["river"]["tokens"] == 6
 
 
+@pytest.mark.parametrize("index", [0, 4])
+@pytest.mark.parametrize("mode", ["same-text", "same-exits"])
+def test_a_failed_backbone_ends_every_lane_with_a_sentence_and_its_advice_is_kept(tiny, monkeypatch, mode, index):
+    from river_core.strategies.river import RiverStrategy
+
+    name = "step" if index else "prefill"
+    real = getattr(RiverStrategy, name)
+
+    def overflow(self, *args):
+        made = real(self, *args)
+        if self.rule.name == "never" and (not index or args[2] == index):
+            made.logits = made.logits * float("nan")
+        return made
+
+    monkeypatch.setattr(RiverStrategy, name, overflow)
+    events = list(compare(tiny, "Hello", ("backbone", "river:0.5", "masking", "int4"), max_new_tokens=8, mode=mode))
+    assert (events[-1]["type"], events[-1]["reason"]) == ("done", "finished")
+    ends = {event["lane"]: event for event in events if event["type"] == "end"}
+    assert set(ends) == {"backbone", "river", "masking", "int4"}
+    assert {end["reason"] for end in ends.values()} == {"error"} and {end["tokens"] for end in ends.values()} == {index}
+    assert "--dtype bfloat16" in ends["backbone"]["message"]
+    assert all("Backbone, whose text this one reads, has failed" in ends[name]["message"] for name in ("river", "masking", "int4"))
+    Trace.from_events(events)
+
+
+def test_followers_of_a_failed_river_say_so(tiny, monkeypatch):
+    from river_core.strategies.river import RiverStrategy
+
+    real = RiverStrategy.step
+
+    def step(self, token_id, position, index, cache):
+        if index == 3 and self.rule.name == "similarity":
+            raise IndexError("list index out of range")
+        return real(self, token_id, position, index, cache)
+
+    monkeypatch.setattr(RiverStrategy, "step", step)
+    lanes = Trace.from_events(compare(tiny, "Hello", ("backbone", "river:0.5", "masking"), max_new_tokens=8, mode="same-exits")).lanes
+    assert lanes["backbone"].end["reason"] == "length" and lanes["backbone"].end["message"] is None
+    assert "whose exits this one follows has ended" in lanes["masking"].end["message"]
+
+
+def test_figures_of_keys_and_values_that_cannot_be_made_end_their_lane_only(tiny, monkeypatch):
+    from river_core.strategies.recompute import RecomputeStrategy
+
+    monkeypatch.setattr(RecomputeStrategy, "flush", lambda self, cache: {}["x"])
+    lanes = Trace.from_events(compare(tiny, "Hello", ("backbone", "recompute", "river"), max_new_tokens=5, mode="same-text")).lanes
+    assert {name: lane.end["reason"] for name, lane in lanes.items()} == {"backbone": "length", "river": "length", "recompute": "error"}
+    assert "Recompute failed" in lanes["recompute"].end["message"] and lanes["river"].fidelity
+
+
 def test_every_method_runs_freely_and_its_events_are_whole(tiny, tmp_path):
     trace = Trace.from_events(compare(tiny, "Hello", tuple(METHODS), max_new_tokens=10, timing="sequential"))
     trace.save(tmp_path / "t.json")
