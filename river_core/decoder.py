@@ -191,6 +191,11 @@ class Rows:
         """Views into the cache; compiled code, which finds its own way, never asks for them."""
         return self.cache.open(self.start, self.count, self.masks.keys())
 
+    @cached_property
+    def keys_rotation(self) -> Rotation:
+        """The rotation of rows that have no queries."""
+        return self.rotation.without_queries()
+
     @property
     def stop(self) -> int:
         return self.start + self.count
@@ -379,8 +384,7 @@ class Decoder:
         x = rms_norm(hidden_states, block.input_norm, c.rms_norm_eps, block.qkv.dtype)
         queries = c.num_attention_heads
         qk_norm = None if block.qk_norm is None else block.qk_norm[queries:]
-        rotation = Rotation(rows.rotation.cos[:, queries:], rows.rotation.sin[:, queries:])
-        new = self._heads(block.qkv.tail(queries * c.head_dim)(x), qk_norm, rotation)
+        new = self._heads(block.qkv.tail(queries * c.head_dim)(x), qk_norm, rows.keys_rotation)
         cache.write(layer, rows.slots, new.unflatten(1, (2, c.num_key_value_heads)).permute(1, 2, 0, 3), owner)
 
     def _heads(self, projected, qk_norm, rotation):

@@ -103,6 +103,7 @@ def compare(
     max_new_tokens = _fit_length(model, prompt_ids, max_new_tokens, notices)
     if chat and not model.tokenizer.chat_template:
         notices.append("This model has no chat template; the prompt was used as it is.")
+    model.decoder.rope.prepare(len(prompt_ids) + max_new_tokens)
     header = _header(model, prompt, prompt_ids, chosen, max_new_tokens, sampling, chat, prefill, timing, notices)
     header["mode"] = mode
     stop = stop or (lambda: False)
@@ -206,7 +207,7 @@ def _header(model, prompt, prompt_ids, methods, max_new_tokens, sampling, chat, 
         "dtype": facts["dtype"], "prefill_dtype": facts["prefill_dtype"], "kv_dtype": facts["kv_dtype"],
         "kernels": {"layers": facts["layers"], "head": facts["head"], "river": facts["river_kernel"], "products": facts["river_products"], "loops": facts["products"], "reasons": facts["reasons"]},
         "quantiser": facts["quantiser"],
-        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes,
+        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes, "rope": facts["rope_bytes"],
                   **({"offloaded": facts["offload"]["bytes"]} if facts["offload"] else {})},
         **({"offload": facts["offload"]} if facts["offload"] else {}),
         "prompt": prompt, "chat": chat, "prompt_ids": list(prompt_ids), "prompt_pieces": pieces(model.tokenizer, prompt_ids),
