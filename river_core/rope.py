@@ -96,14 +96,14 @@ class Rope:
         inv_freq, factor = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, "cpu", seq_len=seq_len)
         return inv_freq.to(torch.float32), factor
 
-    def rotation(self, start: int, rows: int) -> Rotation:
-        """The rotation of positions start .. start + rows - 1.
+    def rotation(self, start: int, rows: int, length: int | None = None) -> Rotation:
+        """The rotation of positions start .. start + rows - 1, where `length` of them are in use (those and all before, unless more are known to come).
 
         As in transformers, long-rope and dynamic scaling choose their frequencies by the furthest position of the call;
         keys that are cached already keep the ones they were written with.
         """
         if self._static is None:
-            return self._compute(start, rows)
+            return self._compute(start, rows, length)
         stop = start + rows
         if self._table is None or stop > len(self._table.half_cos):
             # Nobody has said how far this goes: by doubling.
@@ -111,8 +111,8 @@ class Rope:
         table = self._table
         return Rotation(table.half_cos[start:stop], table.half_sin[start:stop], self.heads, self.head_dim)
 
-    def _compute(self, start: int, rows: int) -> Rotation:
-        inv_freq, factor = self._static or self._frequencies(start + rows)
+    def _compute(self, start: int, rows: int, length: int | None = None) -> Rotation:
+        inv_freq, factor = self._static or self._frequencies(length or start + rows)
         positions = torch.arange(start, start + rows, dtype=torch.float32)
         angles = (positions[:, None] * inv_freq[None, :])[:, None]  # [rows, 1, rotary_dim / 2]
         cos, sin = angles.cos() * factor, angles.sin() * factor

@@ -111,6 +111,8 @@ def same_text(lanes, shared, stop):
             break
         if not backbone.failed:
             yield from lane.guarded(lane.prefill, shared, None if lane is backbone else backbone)
+    if stop():  # while the last of them was reading, perhaps
+        reason = "stop"
     while not backbone.finished and reason == "finished":
         if stop():
             reason = "stop"
