@@ -318,6 +318,7 @@ class Model:
             "offload": self.decoder.blocks.offload.describe() if self.decoder.blocks.offload else None,
             "river_bytes": self.river.nbytes,
             "head_bytes": self.decoder.lm_head.nbytes + (self.decoder.screen.nbytes if self.decoder.screen else 0),
+            "rope_bytes": self.decoder.rope.nbytes,
             "load_seconds": {stage: round(seconds, 2) for stage, seconds in self.load_seconds.items()},
             "cache": str(cache_dir()),
             "notes": list(self.notes),

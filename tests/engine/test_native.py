@@ -303,7 +303,7 @@ def test_any_number_of_threads_makes_the_same_states():
 
 
 @pytest.mark.parametrize(
-    "method", ["backbone", "int4", "river:0.5", "masking:0.5", "recompute:0.5", "propagation:0.5", "monotone:0.5", "sequence@fixed", "verified+k=2", "skipdecode", "river@maxprob:0.01"]
+    "method", ["backbone", "int4", "river:0.5", "masking:0.5", "recompute:0.5", "replay:0.5", "propagation:0.5", "monotone:0.5", "sequence@fixed", "verified+k=2", "skipdecode", "river@maxprob:0.01"]
 )  # fmt: skip
 def test_every_strategy_decodes_the_same_tokens_and_slots(tiny, method):
     def run(model):
