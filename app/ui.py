@@ -18,6 +18,7 @@ from app.calm import Calm
 from app.examples import EXAMPLES
 from app.model_host import ModelHost, is_sentence
 from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
+from app.serving import Unbuffered
 from app.settings import SettingsError, read_settings
 
 TITLE = "River Explorer"
@@ -287,5 +288,5 @@ def launch_options() -> dict[str, Any]:
         "show_error": False,
         "ssr_mode": False,
         "state_session_capacity": 200,
-        "app_kwargs": {"middleware": [Middleware(Calm)]},
+        "app_kwargs": {"middleware": [Middleware(Calm), Middleware(Unbuffered)]},
     }
