@@ -8,7 +8,7 @@ import os
 import sys
 import webbrowser
 
-from app.serving import FIRST_PORT, bare, choose_port, in_url, read_root_path, spare_the_proxy, to_open
+from app.serving import FIRST_PORT, bare, choose_port, in_url, on_zerogpu, read_root_path, spare_the_proxy, to_open
 
 ENVIRONMENT = """environment variables:
   GRADIO_SERVER_NAME, GRADIO_SERVER_PORT, GRADIO_ROOT_PATH   as --host, --port, --root-path
@@ -57,6 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # Gradio greets with signs that not every terminal has
 
+    if on_zerogpu():
+        from app import zerogpu  # before PyTorch
+
     from app.model_host import ModelHost
     from app.runs import Runs
 
@@ -70,6 +73,13 @@ def main(argv: list[str] | None = None) -> None:
         import river_core
 
         return river_core.compare(*positional, **named)
+
+    if on_zerogpu():
+        import river_core
+
+        options = {"name": args.model, "device": "cuda", "dtype": args.dtype, "threads": args.threads, "offload_after": args.offload_after}
+        lent = zerogpu.place(river_core.load, river_core.compare, **options)
+        load, compare = (lambda progress: lent), zerogpu.compare
 
     # The engine's libraries load while Gradio is still being imported, and the page opens before the model is there.
     host = ModelHost(load)

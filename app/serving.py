@@ -132,3 +132,8 @@ class Unbuffered:
             await send(message)
 
         await self.app(scope, receive, pass_on if scope["type"] == "http" else send)
+
+
+def on_zerogpu() -> bool:
+    """Whether this is a ZeroGPU Space, by the variable that its own package reads."""
+    return os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")

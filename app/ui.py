@@ -18,7 +18,7 @@ from app.calm import Calm
 from app.examples import EXAMPLES
 from app.model_host import ModelHost, is_sentence
 from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
-from app.serving import Unbuffered
+from app.serving import Unbuffered, on_zerogpu
 from app.settings import SettingsError, read_settings
 
 TITLE = "River Explorer"
@@ -62,6 +62,10 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
     """The page as Gradio blocks. Every visitor's run goes through `runs`; nothing of a run is kept in here."""
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as demo:
         gr.HTML(MASTHEAD, apply_default_css=False, elem_id="masthead")
+        if on_zerogpu():
+            from app.zerogpu import NOTICE
+
+            gr.HTML(f'<p role="note">{NOTICE}</p>', apply_default_css=False, elem_id="zerogpu")
         with gr.Tabs(elem_id="tabs", selected="watch"):
             with gr.Tab("Watch", id="watch", elem_id="watch-tab"):
                 gr.HTML('<div id="watch"></div>', apply_default_css=False, elem_id="watch-panel")
