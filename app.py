@@ -8,6 +8,7 @@ import os
 import sys
 import webbrowser
 
+from app.limits import add_flags, from_flags
 from app.serving import FIRST_PORT, bare, choose_port, in_url, on_zerogpu, read_root_path, spare_the_proxy, to_open
 
 ENVIRONMENT = """environment variables:
@@ -44,6 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--offload-after", type=int, metavar="N", help="keep N backbone layers in memory; bring the others back for tokens that need them"
     )
     parser.add_argument("--no-browser", action="store_true", default=on_space, help="do not open a browser")
+    add_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -83,7 +85,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # The engine's libraries load while Gradio is still being imported, and the page opens before the model is there.
     host = ModelHost(load)
-    runs = Runs(host, compare).open()
+    limits = from_flags(args)
+    runs = Runs(host, compare, limits=limits).open()
 
     from app.ui import build, launch_options
 
@@ -96,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
             mcp_server=args.mcp or None,  # None: as GRADIO_MCP_SERVER says
             quiet=True,
             prevent_thread_lock=True,
-            **launch_options(),
+            **launch_options(limits),
         )
     except ImportError as error:
         if "mcp" not in str(error):

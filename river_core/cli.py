@@ -42,7 +42,11 @@ def _parser():
     group.add_argument("--group-size", type=int, default=64, help="weights that share a scale: 32, 64, 128")
     group.add_argument("--river-kernel", default="auto", help="auto (measured), int4, int8, dequantised")
     group.add_argument("--plain-layers", action="store_true", help="do not compile the decoder's layers, nor capture them as CUDA graphs")
-    group.add_argument("--full-head", action="store_true", help="do not screen the LM head of greedy lanes")
+    group.add_argument("--kv-dtype", default="auto", help="of the KV cache: auto (as --dtype, or measured), float16, bfloat16, float32")
+    group.add_argument("--products", default="auto", help="of compiled layers: auto (measured), ours, aten (PyTorch's kernels)")
+    head = group.add_mutually_exclusive_group()
+    head.add_argument("--full-head", action="store_true", help="do not screen the LM head of greedy lanes")
+    head.add_argument("--screened-head", action="store_true", help="screen it even where that was measured to be slower")
     group.add_argument(
         "--offload-after", type=int, metavar="N", help="keep N backbone layers in memory; bring the others back for tokens that need them"
     )
@@ -128,8 +132,12 @@ def _parser():
     same.add_argument("--json", action="store_true")
     same.set_defaults(run=_fidelity)
 
-    over = commands.add_parser("sweep", parents=[model], help="speed against agreement over thresholds, on one prompt")
-    over.add_argument("prompt")
+    over = commands.add_parser("sweep", parents=[model], help="speed against agreement over thresholds, on one prompt or several")
+    over.add_argument("prompt", nargs="?")
+    over.add_argument(
+        "--prompts", metavar="FILE", help="JSONL with a prompt or question field, instead of one prompt: figures then get intervals"
+    )
+    over.add_argument("--limit", type=int, help="use the first so many prompts")
     over.add_argument("--taus", help="thresholds (default: 0.9,0.95,0.97,0.98,0.99)")
     over.add_argument("--methods", default="river,int4", help="comma-separated: " + METHOD_HELP)
     over.add_argument("--max-new-tokens", type=int, default=64, help="tokens per lane")
@@ -207,8 +215,9 @@ def _load(args, shape: str | None = None):
     """The model of the options, or random weights of a shape."""
     from river_core.model import load
 
-    names = ("device", "dtype", "bits", "group_size", "threads", "river_kernel", "offload_after")
-    options = {name: getattr(args, name) for name in names} | {"compiled": not args.plain_layers, "screen_head": not args.full_head}
+    names = ("device", "dtype", "kv_dtype", "bits", "group_size", "threads", "river_kernel", "products", "offload_after")
+    head = False if args.full_head else True if args.screened_head else "auto"
+    options = {name: getattr(args, name) for name in names} | {"compiled": not args.plain_layers, "screen_head": head}
     with Progress() as progress:
         if shape:
             from river_core.measure.shapes import shaped_model
@@ -439,13 +448,17 @@ def _computed_shape(args):
 
 
 def _sweep(args) -> int:
+    from river_core.measure.prompts import read_prompts
     from river_core.measure.sweep import TAUS, format_sweep, read_taus, sweep
 
+    if (args.prompt is None) == (args.prompts is None):
+        raise InputError("A sweep takes either a prompt or --prompts FILE.")
+    prompts = args.prompt if args.prompts is None else read_prompts(args.prompts, args.limit)
     taus = TAUS if args.taus is None else read_taus(args.taus)
     options = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats, "chat": not args.raw}
     model = _load(args)
     with Progress() as progress:
-        for event in sweep(model, args.prompt, _names(args.methods), taus, **options):
+        for event in sweep(model, prompts, _names(args.methods), taus, **options):
             if event["type"] == "progress":
                 progress("sweep", event["fraction"], f"repeat {event['repeat']} of {event['repeats']}, token {event['tokens']}")
     print(json.dumps(event, indent=1) if args.json else format_sweep(event))
@@ -471,6 +484,9 @@ def _doctor(args) -> int:
         print(f"{key:<16} {facts[key] if facts[key] is not None else '-'}")
     for key in ("device", "device_name", "threads", "dtype", "prefill_dtype", "kv_dtype", "river_kernel"):
         print(f"{key:<16} {facts[key]}")
+    native = facts["native"]
+    print(f"{'native code':<16} {native['state']}, for {native['isa'] or '-'}, compiler {native['compiler'] or '-'}")
+    print(f"{'pinned':<16} {', '.join(facts['pinned']) or '-'} (the rest is measured, or follows from the machine)")
     quantiser = facts["quantiser"]
     print(f"{'quantiser':<16} {quantiser['name']}, {quantiser['bits']} bits, groups of {quantiser['group_size']}")
     print(f"{'kernels':<16} " + ", ".join(f"{name}: {kind}" for name, kind in facts["river_products"].items()))
@@ -492,7 +508,7 @@ def _doctor(args) -> int:
 
 
 def _fidelity(args) -> int:
-    from river_core.measure.fidelity import check_verified, fidelity, format_fidelity
+    from river_core.measure.fidelity import check_verified, fidelity, format_fidelity, format_verified
     from river_core.measure.prompts import read_prompts
 
     prompts = read_prompts(args.prompts, args.limit)
@@ -508,16 +524,7 @@ def _fidelity(args) -> int:
         return 0
     print(format_fidelity(result))
     if "verified" in result:
-        facts = result["verified"]
-        acceptance = (
-            "no drafts"
-            if facts["acceptance"] is None
-            else f"acceptance {facts['acceptance']:.3f}, {facts['tokens_per_cycle']:.2f} tokens per cycle"
-        )
-        print(
-            f"\nRiver, verified: {facts['tokens']} tokens, agreement {facts['near_tie_agreement']:.4f} under the near-tie rule (worst gap {facts['worst_gap']:.3f} logits, "
-            f"the very choice {facts['exact_agreement']:.4f}); {acceptance}; speed-up {facts['speed_up']:.2f}x"
-        )
+        print("\n" + format_verified(result["verified"]))
     return 0
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import json
 import secrets
 import socket
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import httpx
@@ -20,10 +18,11 @@ import river_core
 from app.model_host import ModelHost
 from app.runs import Runs
 from app.ui import build, launch_options
+from tests import aside
 from tests.demand import missing, program
 from tests.page.server import Page
 
-# What the README gives: two headers, so that the page knows its address; nothing about buffering.
+# What the README gives: three headers, so that the page knows its address and its visitors apart; nothing about buffering.
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
 events {{}}
@@ -36,6 +35,7 @@ http {{
       proxy_pass http://127.0.0.1:{page}/;
       proxy_set_header Host $http_host;
       proxy_set_header X-Forwarded-Proto $scheme;
+      proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
       client_max_body_size 20m;
     }}
   }}
@@ -140,8 +140,7 @@ def test_an_agent_gets_the_trace_from_the_only_tool(behind_nginx):
             (tool,) = (await session.list_tools()).tools
             return await session.call_tool(tool.name, {"prompt": "Hello", "methods": "backbone, river", "max_tokens": 3})
 
-    with ThreadPoolExecutor(1) as beside:  # the browser of these tests keeps a loop in this thread
-        answer = beside.submit(asyncio.run, ask()).result(120)
+    answer = aside.run(ask())
     assert not answer.isError, answer.content[0].text
     assert len(answer.content) >= 1
     trace = river_core.Trace.from_dict(

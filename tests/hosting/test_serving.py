@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from app.serving import bare, choose_port, in_url, read_root_path, spare_the_proxy, to_open
+from tests import aside
 from tests.demand import missing
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -115,6 +115,8 @@ def test_a_port_in_use_is_named(host):
 
 @needs_ipv6
 def test_ipv6_is_served_and_no_proxy_of_the_environment_is_asked_for_the_page_itself():
+    if find_spec("socksio") is None:
+        missing("socksio is not installed: pip install -r requirements.txt")
     # Nothing listens on port 9; one variable has no scheme, one needs a library of its own.
     proxies = {
         "HTTP_PROXY": "http://127.0.0.1:9",
@@ -155,7 +157,7 @@ def test_under_a_root_path_the_page_asks_for_everything_there_and_tells_agents_o
         assert config["root"].endswith("/river")
         public = fetch(f"http://127.0.0.1:{port}/gradio_api/info").json()
         assert list(public["named_endpoints"]) == ["/trace"] and public["unnamed_endpoints"] == {}
-        names, answer = asyncio.run(ask_as_agent(f"http://127.0.0.1:{port}/gradio_api/mcp/"))
+        names, answer = aside.run(ask_as_agent(f"http://127.0.0.1:{port}/gradio_api/mcp/"))
     assert [name.endswith("trace") for name in names] == [True]
     assert answer.isError and "Live runs are off" in answer.content[0].text
 

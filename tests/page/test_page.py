@@ -156,13 +156,13 @@ def test_stop_frees_the_engine_and_a_new_run_works_at_once(visitor, page_server)
     assert visitor.run(max_tokens=3)[-1]["state"] == "done"
 
 
-def test_a_closed_connection_frees_the_engine(visitor, page_server):
+def test_a_closed_connection_frees_the_engine_after_its_time_of_grace(visitor, page_server):
     visitor.join(max_tokens=2000, prompt="Count from 1 to 1000 in words.")
     messages = visitor.messages()
     tokens_until(messages, 6)
     messages.close()
     visitor.http.close()
-    page_server.wait_idle(within=3)
+    page_server.wait_idle(within=page_server.runs.limits.grace + 3)
 
 
 def test_a_second_visitor_waits_in_line_and_sees_only_his_own_run(page_server):
@@ -269,8 +269,9 @@ def test_a_comparison_on_the_same_exits_ends_with_fidelity_and_stays_small(visit
     assert facts["recompute"]["v_cos"] > facts["river"]["v_cos"] > max(facts["propagation"]["v_cos"], facts["masking"]["v_cos"])
     tokens = len(events_of([last], "token"))
     assert len(json.dumps(last)) < 2500 * tokens + 50_000  # a token's own event, and its slots in every layer
-    rows = events_of([last], "fidelity")[0]["v_cos"]
-    assert len(rows) == 15 and all(len(row) == 30 for row in rows)
+    fidelity = events_of([last], "fidelity")[0]
+    written = sum(event["lane"] == fidelity["lane"] for event in events_of([last], "token"))  # the model may end its answer before 16
+    assert len(fidelity["v_cos"]) == written - 1 > 0 and all(len(row) == 30 for row in fidelity["v_cos"])
 
 
 def test_lanes_that_cannot_be_fed_a_text_are_refused_in_a_sentence(visitor):
