@@ -22,6 +22,7 @@ from app.limits import Limits, address_of, defaults
 from app.model_host import ModelHost
 from app.own import controls_of
 from app.runs import Runs
+from app.serving import Unbuffered, on_zerogpu
 from app.settings import SettingsError, read_settings
 
 TITLE = "River Explorer"
@@ -70,6 +71,10 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
     desk = Desk(runs.limits.questions)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as demo:
         gr.HTML(MASTHEAD, apply_default_css=False, elem_id="masthead")
+        if on_zerogpu():
+            from app.zerogpu import NOTICE
+
+            gr.HTML(f'<p role="note">{NOTICE}</p>', apply_default_css=False, elem_id="zerogpu")
         with gr.Tabs(elem_id="tabs", selected="watch"):
             with gr.Tab("Watch", id="watch", elem_id="watch-tab"):
                 gr.HTML('<div id="watch"></div>', apply_default_css=False, elem_id="watch-panel")
@@ -327,7 +332,7 @@ def launch_options(limits: Limits | None = None) -> dict[str, Any]:
         "show_error": False,
         "ssr_mode": False,
         "state_session_capacity": 200,
-        "app_kwargs": {"middleware": [Middleware(BodyLimit, most=limits.body), Middleware(Calm)]},
+        "app_kwargs": {"middleware": [Middleware(BodyLimit, most=limits.body), Middleware(Calm), Middleware(Unbuffered)]},
         # Everything that waits in our own line, and every call behind another of its client, counts as a thread here, though it is none.
         "max_threads": 40 + limits.line + MOST_CALLS,
     }
