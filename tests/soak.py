@@ -58,16 +58,21 @@ MANY = 3000
 
 
 class Server:
-    """`python app.py` as a child process, with a cache folder of its own. `limits`: further options of the command line."""
+    """`python app.py` as a child process.
 
-    def __init__(self, model: Path | None, cache: Path, limits: tuple[str, ...] = (), largest_file: int | None = None):
+    Args:
+        model: folder or GGUF file; None = the default model. cache: its cache folder; None = the user's own.
+        limits: further options of the command line. largest_file: bytes beyond which no file of its can grow.
+    """
+
+    def __init__(self, model: Path | None, cache: Path | None, limits: tuple[str, ...] = (), largest_file: int | None = None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url, self.cache = f"http://127.0.0.1:{self.port}", cache
         command = [sys.executable, "app.py", "--no-browser", "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", *limits]
         command += ["--model", str(model)] if model else []
-        environment = os.environ | {"RIVER_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ({"RIVER_CACHE": str(cache)} if cache else {})
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
         prepare = None
         if largest_file:
@@ -180,6 +185,7 @@ class Tally:
     request_s: list[float] = field(default_factory=list)
     samples: list[tuple[dict[str, Any], dict[str, list[int]]]] = field(default_factory=list)
     rss: list[tuple[int, int]] = field(default_factory=list)
+    slow: list[tuple[float, str, int]] = field(default_factory=list)
     ended: int = 0
 
     def fault(self, kind: str, sentence: str) -> None:
@@ -440,21 +446,23 @@ class Act:
     async def twice(self) -> bool:
         """Press Run again while the first run is there: the second takes its place, and both come to their end."""
         second = self.settings | {"prompt": f"{self.settings['prompt']} Again."}
-        start = time.monotonic()
+        start, seen, pressed = time.monotonic(), {}, False
         await self.visitor.join(self.long)
-        await self.visitor.join(second)
-        seen: dict[str, list[dict[str, Any]]] = {}
-        async for message in self.visitor.messages(runs=2):
-            seen.setdefault(message["run_id"], []).append(message)
-        first_id, *rest = seen
-        for run in seen.values():
-            for event in (event for message in run for event in message["events"] if event["type"] == "run"):
-                if event["header"]["prompt"] not in (self.long["prompt"], second["prompt"]):
-                    self.tally.fault("crossed", f"asked {second['prompt']!r}, was sent {event['header']['prompt']!r}")
-        if not rest or seen[first_id][-1]["state"] not in FINAL:
+        async with contextlib.aclosing(self.visitor.messages(runs=2)) as messages:
+            async for message in messages:
+                seen.setdefault(message["run_id"], []).append(message)
+                if not pressed:
+                    if refused([message]):
+                        return False
+                    pressed = True
+                    await self.visitor.join(second)
+        first, *rest = seen.values()
+        if sentence := strangers(self.long, first):
+            self.tally.fault("crossed", sentence)
+        if not rest or first[-1]["state"] not in FINAL:
             self.tally.fault("lost", f"{second['prompt']}: one of two runs has no end")
             return True
-        return self._judge(second, seen[rest[0]], start)
+        return self._judge(second, rest[0], start)
 
     async def call(self) -> bool:
         """The endpoint for programs."""
@@ -507,7 +515,9 @@ async def soak(server: Server, visitors: int, runs: int, seed: int, seconds: flo
                 order = begun
                 kind = dice.choices(list(KINDS), KINDS.values())[0]
                 settings = settings_of(f"Run {order} of visitor {number}: {dice.randrange(10**6)}", dice.choice(LANES), dice.randint(2, 20))
+                start = time.monotonic()
                 await one(visitor, kind, settings, dice)
+                tally.slow.append((round(time.monotonic() - start, 1), kind, order))
                 tally.kinds[kind] += 1
                 tally.ended += 1
                 tally.rss.append((tally.ended, server.memory))
@@ -684,7 +694,7 @@ def compiled_after_a_kill(model: Path, cache: Path, seconds: float) -> list[dict
     while time.monotonic() < deadline and found["layers"] != "compiled":
         with Server(model, cache) as server:
             server.wait_ready()
-            while time.monotonic() < deadline and not (found := answer(server))["layers"] == "compiled":
+            while time.monotonic() < deadline and (found := answer(server))["layers"] != "compiled":
                 time.sleep(3)
     left = len(partials(cache / "native"))
     works = found["layers"] == "compiled" and left == 0
@@ -792,11 +802,13 @@ def faults(place: Path, seed: int, rounds: int, compile_s: float, report: Callab
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def measure(place: Path, visitors: int, runs: int, seed: int, seconds: float, idle: int, model: Path | None, report) -> dict[str, Any]:
-    """The soak on one server, as figures; JSON-ready."""
-    with Server(model, place / "soak-cache", limits()) as server:
+def measure(model: Path | None, visitors: int, runs: int, seed: int, seconds: float, idle: int, compile_s: float, report) -> dict[str, Any]:
+    """The soak on one server, as figures; JSON-ready. `compile_s`: wait so long for compiled layers, whose memory is no growth."""
+    with Server(model, None, limits()) as server:
         server.wait_ready()
-        answer(server)  # what the first run alone allocates is no growth
+        deadline = time.monotonic() + compile_s
+        while answer(server)["layers"] != "compiled" and time.monotonic() < deadline:
+            time.sleep(2)
         start = time.monotonic()
         tally = asyncio.run(soak(server, visitors, runs, seed, seconds, report))
         took = time.monotonic() - start
@@ -816,6 +828,7 @@ def measure(place: Path, visitors: int, runs: int, seed: int, seconds: float, id
         "idle_after_closing_s": spread(drops),
         "stop_in_the_crowd_s": spread(tally.stop_s),
         "run_s": spread(tally.answer_s),
+        "slowest_runs": sorted(tally.slow, reverse=True)[:5],
         "request_s": spread(tally.request_s),
         "problems": tally.problems,
         "traceback": "Traceback" in output and output,
@@ -885,7 +898,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=900, help="after which no new run begins")
     parser.add_argument("--idle", type=int, default=10, help="how often the time to idle is measured")
     parser.add_argument("--rounds", type=int, default=2, help="of every fault")
-    parser.add_argument("--compile-seconds", type=float, default=240, help="to wait for compiled layers after a kill; 0 = not at all")
+    parser.add_argument("--compile-seconds", type=float, default=240, help="to wait for compiled layers; 0 = not at all")
     parser.add_argument("--model", type=Path, help="of the soak (default: a tiny random one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=["soak", "faults"])
@@ -901,7 +914,7 @@ def main(argv: list[str] | None = None) -> int:
         place = Path(folder)
         if args.only != "faults":
             model = args.model or write_folder(place / "tiny")
-            result["soak"] = measure(place, args.visitors, args.runs, args.seed, args.seconds, args.idle, model, report)
+            result["soak"] = measure(model, args.visitors, args.runs, args.seed, args.seconds, args.idle, args.compile_seconds, report)
         if args.only != "soak":
             result["faults"] = faults(place, args.seed, args.rounds, args.compile_seconds, report)
     print(json.dumps(result, indent=1) if args.json else table(result))
