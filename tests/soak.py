@@ -879,9 +879,14 @@ def measure(model: Path | None, visitors: int, runs: int, seed: int, seconds: fl
     }
 
 
+WANTED_LIMITS = {"--most-waiting": "16", "--most-waiting-each": "16", "--most-calls-each": "64", "--grace": "1"}
+"""All visitors come from one address, a full line is part of the soak, and a run whose page has gone must not hold up the others for long."""
+
+
 def limits() -> tuple[str, ...]:
-    """Options that let all visitors come from one address."""
-    return ()
+    """`WANTED_LIMITS` as options, as far as the page has them."""
+    known = options_of_the_page()
+    return tuple(word for flag, value in WANTED_LIMITS.items() if flag in known for word in (flag, value))
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
