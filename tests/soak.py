@@ -733,6 +733,14 @@ def small_disk(megabytes: int) -> Iterator[Path | None]:
                 subprocess.run(["umount", "-l", folder], check=True)
 
 
+def fill(disk: Path) -> Path:
+    """Take all the room that a file system has; the file that holds it."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
+    return filler
+
+
 def full_disk(model: Path, sentence: str = "disk") -> list[dict[str, Any]]:
     """The disk fills up while the model is converted, and is full from the start; the page says so, and works once there is room."""
     results = []
@@ -745,11 +753,8 @@ def full_disk(model: Path, sentence: str = "disk") -> list[dict[str, Any]]:
             return [{"fault": "files may not grow (no disk to fill here)", "caught": True, "left behind": None, "works": said}]
         cache = disk / "cache"
         with Server(model, cache) as server:
-            caught = catch(lambda: partials(cache / "converted"), server, 180)
-            filler = disk / "filler"
-            with contextlib.suppress(OSError), filler.open("wb") as file:
-                while file.write(bytes(1 << 16)):
-                    file.flush()
+            caught = catch(lambda: any(path.is_dir() for path in (cache / "converted").glob(".*")), server, 180)
+            filler = fill(disk)
             status = server.wait_settled()
             works = status["state"] == "failed" and sentence in status["text"].lower() and bool(server.ask("recordings"))
         said = "" if works else status["text"]
@@ -775,9 +780,7 @@ def full_disk(model: Path, sentence: str = "disk") -> list[dict[str, Any]]:
             answer(server)
         results.append({"fault": "room again", "caught": True, "left behind": len(partials(cache / "converted")), "works": True})
         shutil.rmtree(cache / "rivers", ignore_errors=True)
-        with contextlib.suppress(OSError), filler.open("wb") as file:
-            while file.write(bytes(1 << 16)):
-                file.flush()
+        fill(disk)
         with Server(model, cache) as server:
             status = server.wait_settled()
             works = status["state"] == "ready"
