@@ -36,7 +36,7 @@ MARKERS = st.sampled_from(
     ["<|eos|>", "<|start|>", "<|end|>", "<|im_end|>", "\ufeff", "\u2028", "\x00", "\u202e", "{{ x }}", "\\", "\ud800", "é" * 30]
 )
 PROMPTS = st.one_of(ANY_TEXT, st.lists(st.one_of(ANY_TEXT, MARKERS), max_size=6).map("".join))
-HUGE = st.tuples(st.text(st.characters(), min_size=1, max_size=3), st.integers(1, 300_000)).map(lambda pair: pair[0] * pair[1])
+HUGE = st.tuples(st.text(st.characters(), min_size=1, max_size=3), st.integers(1, 10_000)).map(lambda pair: pair[0] * pair[1])
 
 
 def run(model, prompt, methods=("river:0.5",), **options) -> Trace | None:
@@ -73,7 +73,7 @@ def check_lanes(trace: Trace, layers: int) -> None:
 @example(prompt="", chat=True, prefill="full")
 @example(prompt="\ud83d", chat=False, prefill="full")
 @example(prompt="\ud83d\ude00 \udc00", chat=True, prefill="full")
-@example(prompt="a" * 2_000_000, chat=True, prefill="full")
+@example(prompt="a" * 300_000, chat=True, prefill="full")
 def test_any_prompt_is_answered_or_refused_with_a_sentence(tiny, prompt, chat, prefill):
     trace = run(tiny, prompt, max_new_tokens=3, chat=chat, prefill=prefill)
     if trace is None:
