@@ -128,8 +128,12 @@ def _parser():
     same.add_argument("--json", action="store_true")
     same.set_defaults(run=_fidelity)
 
-    over = commands.add_parser("sweep", parents=[model], help="speed against agreement over thresholds, on one prompt")
-    over.add_argument("prompt")
+    over = commands.add_parser("sweep", parents=[model], help="speed against agreement over thresholds, on one prompt or several")
+    over.add_argument("prompt", nargs="?")
+    over.add_argument(
+        "--prompts", metavar="FILE", help="JSONL with a prompt or question field, instead of one prompt: figures then get intervals"
+    )
+    over.add_argument("--limit", type=int, help="use the first so many prompts")
     over.add_argument("--taus", help="thresholds (default: 0.9,0.95,0.97,0.98,0.99)")
     over.add_argument("--methods", default="river,int4", help="comma-separated: " + METHOD_HELP)
     over.add_argument("--max-new-tokens", type=int, default=64, help="tokens per lane")
@@ -439,13 +443,17 @@ def _computed_shape(args):
 
 
 def _sweep(args) -> int:
+    from river_core.measure.prompts import read_prompts
     from river_core.measure.sweep import TAUS, format_sweep, read_taus, sweep
 
+    if (args.prompt is None) == (args.prompts is None):
+        raise InputError("A sweep takes either a prompt or --prompts FILE.")
+    prompts = args.prompt if args.prompts is None else read_prompts(args.prompts, args.limit)
     taus = TAUS if args.taus is None else read_taus(args.taus)
     options = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats, "chat": not args.raw}
     model = _load(args)
     with Progress() as progress:
-        for event in sweep(model, args.prompt, _names(args.methods), taus, **options):
+        for event in sweep(model, prompts, _names(args.methods), taus, **options):
             if event["type"] == "progress":
                 progress("sweep", event["fraction"], f"repeat {event['repeat']} of {event['repeats']}, token {event['tokens']}")
     print(json.dumps(event, indent=1) if args.json else format_sweep(event))
@@ -492,7 +500,7 @@ def _doctor(args) -> int:
 
 
 def _fidelity(args) -> int:
-    from river_core.measure.fidelity import check_verified, fidelity, format_fidelity
+    from river_core.measure.fidelity import check_verified, fidelity, format_fidelity, format_verified
     from river_core.measure.prompts import read_prompts
 
     prompts = read_prompts(args.prompts, args.limit)
@@ -508,16 +516,7 @@ def _fidelity(args) -> int:
         return 0
     print(format_fidelity(result))
     if "verified" in result:
-        facts = result["verified"]
-        acceptance = (
-            "no drafts"
-            if facts["acceptance"] is None
-            else f"acceptance {facts['acceptance']:.3f}, {facts['tokens_per_cycle']:.2f} tokens per cycle"
-        )
-        print(
-            f"\nRiver, verified: {facts['tokens']} tokens, agreement {facts['near_tie_agreement']:.4f} under the near-tie rule (worst gap {facts['worst_gap']:.3f} logits, "
-            f"the very choice {facts['exact_agreement']:.4f}); {acceptance}; speed-up {facts['speed_up']:.2f}x"
-        )
+        print("\n" + format_verified(result["verified"]))
     return 0
 
 

@@ -28,3 +28,9 @@ def default_model():
     model = river_core.load()
     model.compile(wait=True)
     return model
+
+
+@pytest.fixture(scope="session")
+def exact_model():
+    """The packaged model in float32, operation by operation: its numbers are the same on every processor up to rounding."""
+    return river_core.load(dtype="float32", compiled=False)

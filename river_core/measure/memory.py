@@ -2,10 +2,14 @@
 
 Every figure says how it is known. "measured": the system counted the pages that are in memory (see `offload.resident_bytes`); "allocated": on a GPU; "computed": from
 the sizes of the model, where the machine cannot hold it or the system does not say; "paper": as published, for the one shape that it was published for.
+
+A row counts weights and KV cache. What a process holds beside them (libraries, the rotary table, states of a prompt) is told apart, under "beside": the peak of a process,
+which the paper publishes, has it, and a sum of parts has not.
 """
 
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
 from river_core.decoder import DecoderConfig
@@ -13,7 +17,7 @@ from river_core.errors import InputError
 from river_core.generate import compare
 from river_core.kernels import Dense, Int4, KernelPlan, int4_misfit
 from river_core.loading import available_memory
-from river_core.measure.speed import PROMPT, spread
+from river_core.measure.speed import PROMPT, lane_alone, settle, spread, turns
 from river_core.model import offload_folder
 from river_core.offload import PRODUCTS, ROOM, check_offload, offloaded, resident_bytes
 from river_core.trace import Trace
@@ -26,7 +30,8 @@ PAPER = {"llama3.1-8b": {65536: {"backbone": 22.96, "river, offloaded": 14.73, "
 PARTS = ("backbone", "river", "head", "kv")
 NEEDS_OF = {
     "backbone": "backbone, head, cache",
-    "int4": "river, head, cache; the prompt goes through the twins too (--prefill sequence)",
+    "int4": "river, head, cache: what it needs where the prompt goes through the twins too (--prefill sequence); this program holds the backbone beside it all the same, "
+    "or with --offload-after 0 room for two of its layers",
     "river": "backbone, river, head, cache",
     "river, offloaded": "the layers that stay, room for two, river, head, cache",
     "masking": "backbone, head, the share of the cache that this method filled on the prompt below; its cache is allocated whole all the same",
@@ -39,6 +44,7 @@ class Sizes:
 
     layer: one backbone layer. layers: how many there are. river: all twins. head: LM head, its screen, and the embedding where it is not the head.
     kv_token: keys and values of one position in all layers. state_token: hidden states that a prompt pass keeps per position, after every layer.
+    rope_position: cosines and sines of one position, one of each for a pair of dimensions, in float32. many: bytes of the backbone that are second copies, in the dtype of products of many rows.
     how: how `layer`, `river` and `head` are known.
     """
 
@@ -48,6 +54,8 @@ class Sizes:
     head: int
     kv_token: int
     state_token: int
+    rope_position: int
+    many: int = 0
     how: str = "computed"
 
     def backbone(self, after: int | None = None) -> float:
@@ -75,6 +83,7 @@ def computed_sizes(c: DecoderConfig, plan: KernelPlan, tied: bool, screened: boo
         head=head * itemsize * (1 if tied else 2) + (head + 16 * c.vocab_size if screened else 0),
         kv_token=c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * plan.kv_dtype.itemsize,
         state_token=(c.num_hidden_layers + 1) * c.hidden_size * 4,
+        rope_position=2 * (c.head_dim // 2) * 4,
     )
 
 
@@ -97,7 +106,32 @@ def measured_sizes(model) -> Sizes:
     river, _ = resident_bytes(_tensors(model.river.blocks))
     screen = [] if decoder.screen is None else decoder.screen.tensors
     head, _ = resident_bytes([decoder.lm_head.weight, *screen, *([] if tied else [decoder.embedding])])
-    return replace(known, layer=backbone / known.layers, river=river, head=head, how=how)
+    products = (getattr(block, name) for block in decoder.blocks for name in PRODUCTS)
+    many, _ = resident_bytes([p._many for p in products if isinstance(p, Dense) and p._many is not None])
+    return replace(known, layer=backbone / known.layers, river=river, head=head, many=many, how=how)
+
+
+def beside(sizes: Sizes, contexts, model=None) -> dict:
+    """What no row of `table` counts, JSON-ready: bytes.
+
+    Args:
+        model: a loaded one, whose process is looked at; None = a shape that is only computed.
+
+    Returns:
+        context, the longest; rope: the rotary table for it; prompt_states: what reading a prompt of that length in one pass keeps until it has ended; both computed.
+        many: second copies of the backbone's weights, within the column "backbone". process: of all that is in memory for this process now, measured by the system, and
+        rest: of that, what is not weights: Python, PyTorch, transformers, the tokenizer, what the allocator keeps. Both None without a model; rest None on a GPU.
+    """
+    longest = max(contexts)
+    found = {
+        "context": longest, "rope": sizes.rope_position * longest, "prompt_states": sizes.state_token * longest, "many": sizes.many,
+        "process": None, "rest": None,
+    }  # fmt: skip
+    if model is not None:
+        found["process"] = psutil.Process().memory_info().rss
+        if model.plan.device.type == "cpu":
+            found["rest"] = max(0, found["process"] - round(sizes.backbone() + sizes.river + sizes.head))
+    return found
 
 
 def _tensors(blocks):
@@ -215,21 +249,18 @@ def cost(plain, other, methods, tokens: int, repeats: int, report) -> dict:
         dict by method: label, tokens_per_second of both ways, ratio (offloaded over plain, within a round), each {median, min, max}; mean_depth; fetched: layers and
         bytes brought back per token; prompt_fetched: layers for the prompt; prefill_s of both ways; same_tokens: whether both wrote the same text.
     """
-    rounds: dict[str, list[dict]] = {method: [] for method in methods}
-    for index in range(repeats + 1):
-        report("warm-up" if index == 0 else f"round {index} of {repeats}")
-        for method in methods:
-            lanes = {}
-            for way, model in (("plain", plain), ("offloaded", other))[:: 1 if index % 2 else -1]:
-                trace = Trace.from_events(compare(model, PROMPT, (method,), max_new_tokens=tokens))
-                lanes[way] = next(iter(trace.lanes.values()))
-                if lanes[way].tokens_per_second is None:
-                    raise InputError(
-                        f"{method} wrote no second token; there is nothing to measure. {lanes[way].end['message'] or ''}".strip()
-                    )
-            if index:
-                rounds[method].append(lanes | {"label": trace.header["lanes"][0]["label"]})
-    return {method: _cost_of(found) for method, found in rounds.items()}
+    rounds: dict[str, list[dict]] = {method: [{} for _ in range(repeats + 1)] for method in methods}
+    models = {"plain": plain, "offloaded": other}
+    started = -1
+    for index, (method, way) in turns([(method, way) for method in methods for way in models], repeats):
+        if index > started:
+            started = index
+            report("warm-up" if index == 0 else f"round {index} of {repeats}")
+        header, lane = lane_alone(models[way], PROMPT, method, tokens)
+        if lane.tokens_per_second is None:
+            raise InputError(f"{method} wrote no second token; there is nothing to measure. {lane.end['message'] or ''}".strip())
+        rounds[method][index] |= {way: lane, "label": header["lanes"][0]["label"]}
+    return {method: _cost_of(found[1:]) for method, found in rounds.items()}
 
 
 def _cost_of(rounds) -> dict:
@@ -262,26 +293,27 @@ def memory(model, after=None, contexts=CONTEXTS, methods=("backbone", "int4", "r
 
     Returns:
         dict, JSON-ready: model, device, after, layers, rows (see `table`), needs (what each method holds), masking_share, offload (bytes away, and of them in
-        memory when nothing runs), cost (see there).
+        memory when nothing runs), beside, cost (see there).
 
     Raises:
         InputError: a depth or a length that cannot be used.
     """
     report("waiting for compiled layers")
-    model.compile(wait=True)
+    settle(model)
     after = _depth(after, model.config.num_hidden_layers, model.plan.device)
     _check(contexts, repeats, tokens)
     # A prompt pass first: copies of the weights for products of many rows belong to the backbone.
     share = masking_share(model, tokens, report)
     sizes = measured_sizes(model)
+    apart = beside(sizes, contexts, model)
     other = offloaded(model, after, offload_folder())
-    other.compile(wait=True)
+    settle(other)
     measured = cost(model, other, methods, tokens, repeats, report) if methods else {}
     facts = model.describe()
     return {
         "model": facts["model"], "device": facts["device"], "device_name": facts["device_name"], "threads": facts["threads"], "dtype": facts["dtype"],
         "kv_dtype": facts["kv_dtype"], "river_kernel": facts["river_kernel"], "layers_run": facts["layers"],
-        "after": after, "layers": sizes.layers, "needs": NEEDS_OF, "masking_share": share,
+        "after": after, "layers": sizes.layers, "needs": NEEDS_OF, "masking_share": share, "beside": apart,
         "rows": table(sizes, after, contexts, measured_caches(model, contexts, report), share, fullest(other)),
         "offload": other.decoder.blocks.offload.describe() if other.decoder.blocks.offload else None,
         "cost": measured, "tokens": tokens, "repeats": repeats,
@@ -295,7 +327,7 @@ def memory_of_shape(shape: str, config, dtype: torch.dtype, after=None, contexts
     sizes = shape_sizes(config, dtype, bits, group_size)
     return {
         "model": shape, "device": None, "device_name": None, "dtype": str(dtype).removeprefix("torch."), "after": after, "layers": sizes.layers,
-        "needs": NEEDS_OF, "masking_share": None, "rows": table(sizes, after, contexts, paper=PAPER.get(shape)), "offload": None, "cost": {},
+        "needs": NEEDS_OF, "masking_share": None, "beside": beside(sizes, contexts), "rows": table(sizes, after, contexts, paper=PAPER.get(shape)), "offload": None, "cost": {},
     }  # fmt: skip
 
 
@@ -329,14 +361,12 @@ def format_memory(result: dict) -> str:
         )
         known = row["how"]["total"] if len(set(row["how"].values())) == 1 else f"weights {row['how']['backbone']}, cache {row['how']['kv']}"
         lines.append(f"{row['context']:>8}  {row['method']:<18}{parts}  ({known}){paper}")
-    longest = max(result["rows"], key=lambda row: row["context"])
     lines += [
         "",
         *(f"{method}: {needs}" for method, needs in result["needs"].items() if any(row["method"] == method for row in result["rows"])),
+        "",
+        *_beside_lines(result["beside"]),
     ]
-    lines.append(
-        f"a prompt of {longest['context']} tokens read in one pass keeps {longest['prompt_states'] / GIB:.2f} GiB of hidden states beside that until it has ended (computed)"
-    )
     if result["offload"]:
         away = result["offload"]
         lines.append(
@@ -344,8 +374,27 @@ def format_memory(result: dict) -> str:
             f"runs ({away['how']})"
         )
     if any(row["paper"] for row in result["rows"]):
-        lines.append("paper: peak memory as published; how many layers stayed there is not known")
+        lines.append(
+            "paper: peak memory of a process as published, so with all that is not in the rows beside it; how many layers stayed there is not known. A row that equals it "
+            "says that weights and cache explain the figure, not that a process here would need no more"
+        )
     return "\n".join([*lines, *_cost_lines(result)])
+
+
+def _beside_lines(apart):
+    yield (
+        f"not in the table: at {apart['context']} positions the rotary table, {apart['rope'] / GIB:.3f} (computed), and while a "
+        f"prompt of that length is read in one pass its hidden states, {apart['prompt_states'] / GIB:.3f} (computed)"
+    )
+    if apart["process"] is not None:
+        rest = (
+            ""
+            if apart["rest"] is None
+            else f", of which {apart['rest'] / GIB:.3f} are neither weights nor a cache: Python, PyTorch, transformers, the tokenizer"
+        )
+        yield f"this process holds {apart['process'] / GIB:.3f} in memory after a short run (measured){rest}"
+    if apart["many"]:
+        yield f"of the backbone {apart['many'] / GIB:.3f} are a second copy of its weights, in the dtype in which prompts are faster (measured)"
 
 
 def _cost_lines(result):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from river_core.errors import InputError
 from river_core.generate import compare
+from river_core.measure.speed import settle
 from river_core.trace import Trace
 
 FIELDS = ("slug", "title", "idea", "headline")
@@ -72,6 +73,7 @@ def record(model, recipe: dict, repeats: int = 3, command: str = "") -> Trace:
         Trace: its header has `recording`; its `timing` has `repeats` and the tokens/s of every lane in every run.
     """
     options = recipe.get("options", {})
+    settle(model)
     for _ in compare(model, recipe["prompt"], recipe["methods"], **options | {"max_new_tokens": 8}):
         pass
     runs = [Trace.from_events(compare(model, recipe["prompt"], recipe["methods"], **options)) for _ in range(repeats)]

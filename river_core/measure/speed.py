@@ -1,10 +1,10 @@
-"""Decoding speed, interleaved in one process: the engine's lanes, other decoders of the same checkpoint, and the floor of a step."""
+"""Decoding speed, interleaved in one process: the engine's lanes, other decoders of the same checkpoint, and what a step is measured against."""
 
 import statistics
 
 from river_core.errors import InputError
 from river_core.generate import compare
-from river_core.measure.floor import Floor, of_step
+from river_core.measure.floor import Floor, bytes_of_step, of_step
 from river_core.measure.peers import PEERS
 from river_core.text import encode
 from river_core.trace import Trace
@@ -13,6 +13,30 @@ PROMPT = (
     "A farmer has 12 baskets with 15 apples in each. He sells 7 baskets at the market and gives 23 apples to his neighbours. "
     "How many apples does he have left? Explain every step."
 )
+
+
+def turns(names, rounds: int):
+    """(round, name) in the order of a fair measurement.
+
+    Round 0 warms up and does not count; `rounds` follow. Everybody has a turn in each, alone on the device, and the order moves on by one place a round, so that
+    nobody always follows the same one. Every figure of speed in this package that is not marked as taken in step is made in this order.
+    """
+    names = list(names)
+    for index in range(rounds + 1):
+        at = index % len(names)
+        for name in (*names[at:], *names[:at]):
+            yield index, name
+
+
+def settle(model) -> None:
+    """Wait for what would change the engine's speed in the middle of a measurement: compiled layers."""
+    model.compile(wait=True)
+
+
+def lane_alone(model, prompt: str, method: str, tokens: int, **options) -> tuple[dict, object]:
+    """Run one method alone on a prompt; returns the trace's header and the lane. For figures of speed, in the order of `turns`."""
+    trace = Trace.from_events(compare(model, prompt, (method,), max_new_tokens=tokens, **options))
+    return trace.header, next(iter(trace.lanes.values()))
 
 
 def bench(
@@ -35,8 +59,8 @@ def bench(
         report: called with a line about what is being done.
 
     Returns:
-        dict, JSON-ready: run card; per lane tokens per second, prefill seconds, step time over its floor and the shares of its parts; ratios, each taken within one
-        round, so that a machine that slows down slows both sides; the rounds themselves; `contexts`: by prompt length, lanes and ratios.
+        dict, JSON-ready: run card; per lane tokens per second, prefill seconds, step time over its own products and over its bytes (see `Floor`) and the shares of its
+        parts; ratios, each taken within one round, so that a machine that slows down slows both sides; the rounds themselves; `contexts`: by prompt length, lanes and ratios.
 
     Raises:
         InputError: an unknown peer, or one that cannot run here.
@@ -47,7 +71,7 @@ def bench(
     if repeats < 1 or tokens < 2:
         raise InputError("A benchmark needs at least one round and two tokens.")
     report("waiting for compiled layers")
-    model.compile(wait=True)
+    settle(model)
     found = [_one_length(model, methods, tokens, repeats, peers, length, report) for length in contexts or [None]]
     result = found[0]
     if contexts:
@@ -59,33 +83,30 @@ def bench(
 
 def _one_length(model, methods, tokens, repeats, peers, length, report):
     prompt = PROMPT if length is None else _prompt_of(model, length)
-    header, labels = None, {}
-    rounds: list[dict[str, dict]] = []
-    running = None
-    for index in range(repeats + 1):
-        report(("warm-up" if index == 0 else f"round {index} of {repeats}") + (f", prompt of {length} tokens" if length else ""))
-        seen: dict[str, dict] = {}
-        # Each method runs alone and in turn: the order within a round rotates, so that no lane always follows the same one.
-        turn = index % len(methods)
-        for method in (*methods[turn:], *methods[:turn]):
-            trace = Trace.from_events(compare(model, prompt, (method,), max_new_tokens=tokens, chat=length is None))
-            lane = next(iter(trace.lanes.values()))
+    prompt_ids = encode(model.tokenizer, prompt, length is None)
+    running = {name: PEERS[name](model, prompt_ids, tokens, report) for name in peers}
+    order = [*running, *methods]
+    labels = {name: peer.label for name, peer in running.items()}
+    header, floor, context = None, Floor(model), len(prompt_ids) + tokens // 2
+    rounds: list[dict[str, dict]] = [{} for _ in range(repeats + 1)]
+    for index, name in turns(order, repeats):
+        seen = rounds[index]
+        if not seen:
+            report(("warm-up" if index == 0 else f"round {index} of {repeats}") + (f", prompt of {length} tokens" if length else ""))
+        if name in running:
+            seen[name] = running[name].run(tokens)
+        else:
+            found, lane = lane_alone(model, prompt, name, tokens, chat=length is None)
             if lane.tokens_per_second is None:
                 raise InputError(
-                    f"{method} wrote no second token; there is nothing to measure. {(lane.end or {}).get('message') or ''}".strip()
+                    f"{name} wrote no second token; there is nothing to measure. {(lane.end or {}).get('message') or ''}".strip()
                 )
-            header = header or trace.header
-            labels[method] = trace.header["lanes"][0]["label"]
-            seen[method] = _facts(lane)
-        if running is None:
-            running = [PEERS[name](model, header["prompt_ids"], tokens, report) for name in peers]
-            labels |= {peer.name: peer.label for peer in running}
-        for peer in running:
-            seen[peer.name] = {"tokens_per_second": peer.decode(tokens)}
-        seen["floor"] = Floor(model).measure(len(header["prompt_ids"]) + tokens // 2)
-        if index:
-            rounds.append(seen)
-    order = [peer.name for peer in running] + list(methods)
+            header = header or found
+            labels[name] = found["lanes"][0]["label"]
+            seen[name] = _facts(lane)
+        if len(seen) == len(order):
+            seen["floor"] = floor.measure(context)
+    rounds, sizes = rounds[1:], floor.bytes() | {"context": context}
     lanes = {}
     for lane in order:
         lanes[lane] = {
@@ -93,11 +114,12 @@ def _one_length(model, methods, tokens, repeats, peers, length, report):
             "tokens_per_second": spread([r[lane]["tokens_per_second"] for r in rounds]),
             "mean_depth": None,
         }
-        if lane in methods:
-            lanes[lane] |= _lane_result(rounds, lane)
+        lanes[lane] |= (
+            _lane_result(rounds, lane, sizes) if lane in methods else {"prefill_s": spread([r[lane]["prefill_s"] for r in rounds])}
+        )
     ratios = {
         f"{lane} / {over}": spread([r[lane]["tokens_per_second"] / r[over]["tokens_per_second"] for r in rounds])
-        for over in [peer.name for peer in running] + [method for method in methods if method == "backbone"]
+        for over in [*running, *(method for method in methods if method == "backbone")]
         for lane in order
         if lane != over
     }
@@ -106,12 +128,15 @@ def _one_length(model, methods, tokens, repeats, peers, length, report):
         "run_card": {
             **{key: header[key] for key in keys},
             "prompt_tokens": len(header["prompt_ids"]), "new_tokens": {lane: rounds[0][lane]["tokens"] for lane in methods}, "repeats": repeats,
-            "timing": "one process, methods in turn, order rotated by round; engine time of decode steps",
-            "floor": "products of a step in its order and nothing else, the head, and one read of the KV cache; measured in every round",
-            "transformers_dtypes": next((peer.speeds for peer in running if peer.speeds), None),
+            "timing": "one process, all in turn, order rotated by round; engine time of decode steps, the choice of the token included",
+            "products": "a step's own products in its order and nothing else, the head, and one read of the KV cache; measured in every round",
+            "bytes": "weights and cache that a step reads, over the rate of a streaming read with all threads, measured in every round",
+            "exit_test": "within every compiled or captured layer, of every lane, tested or not; it is in the rest" if model.compiled else "measured alone",
+            "peers": {name: peer.how for name, peer in running.items()}, "peer_trials": {name: peer.trials for name, peer in running.items() if peer.trials},
         },
         "lanes": lanes,
-        "floor": {part: spread([r["floor"][part] for r in rounds]) for part in rounds[0]["floor"]},
+        "floor": {part: None if value is None else spread([r["floor"][part] for r in rounds]) for part, value in rounds[0]["floor"].items()},
+        "bytes": sizes,
         "ratios": ratios,
         "rounds": [{lane: r[lane]["tokens_per_second"] for lane in order} for r in rounds],
     }  # fmt: skip
@@ -140,29 +165,31 @@ def _facts(lane) -> dict:
     return facts
 
 
-def _lane_result(rounds, lane) -> dict:
-    """One lane over all rounds: prefill, step time over its floor, and how a step's time divides."""
-    over, shares, step = [], [], []
+def _lane_result(rounds, lane, sizes) -> dict:
+    """One lane over all rounds: prefill, step time over its products and over its bytes, and how a step's time divides."""
+    over_products, over_bytes, shares, step = [], [], [], []
     for r in rounds:
         facts, parts = r[lane], r["floor"]
-        layers = facts["mean_depth"] + facts["river_layers"]
-        floor = of_step(parts, facts["mean_depth"], facts["river_layers"])
+        depth, river = facts["mean_depth"], facts["river_layers"]
         step.append(facts["step_ms"])
-        over.append(facts["step_ms"] / floor)
-        products = parts["backbone"] * facts["mean_depth"] + parts["river"] * facts["river_layers"]
-        head = facts.get("head_ms", parts["head"])
+        over_products.append(facts["step_ms"] / of_step(parts, depth, river))
+        over_bytes.append(facts["step_ms"] * parts["read_gb_per_s"] * 1e6 / bytes_of_step(sizes, depth, river, sizes["context"]))
         share = {
-            "products": products, "head": head, "attention": parts["attention"] * layers, "exit_test": parts["exit_test"] * facts["tested"],
+            "products": parts["backbone"] * depth + parts["river"] * river, "head": facts.get("head_ms", parts["head"]),
+            "attention": parts["attention"] * (depth + river), "exit_test": (parts["exit_test"] or 0) * facts["tested"],
         }  # fmt: skip
         share = {part: ms / facts["step_ms"] for part, ms in share.items()}
         shares.append(share | {"rest": 1 - sum(share.values())})
+    middle = {part: round(statistics.median(share[part] for share in shares), 3) for part in shares[0]}
     return {
         "mean_depth": statistics.mean(r[lane]["mean_depth"] for r in rounds),
         "prefill_s": spread([r[lane]["prefill_s"] for r in rounds]),
         "step_ms": spread(step),
-        "step_over_floor": spread(over),
-        "shares": {part: round(statistics.median(share[part] for share in shares), 3) for part in shares[0]},
-    }
+        "step_over_products": spread(over_products),
+        "step_over_bytes": spread(over_bytes),
+        "step_bytes": round(statistics.mean(bytes_of_step(sizes, r[lane]["mean_depth"], r[lane]["river_layers"], sizes["context"]) for r in rounds)),
+        "shares": middle if rounds[0]["floor"]["exit_test"] is not None else middle | {"exit_test": None},
+    }  # fmt: skip
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -181,6 +208,20 @@ def format_bench(result: dict) -> str:
     ]  # fmt: skip
     for part in result.get("contexts") or [{"prompt_tokens": card["prompt_tokens"], "lanes": result["lanes"], "ratios": result["ratios"]}]:
         lines += ["", f"prompt of {part['prompt_tokens']} tokens", *_table(part)]
+    rate, sizes = result["floor"]["read_gb_per_s"], result["bytes"]
+    lines += [
+        "",
+        f"products: {card['products']}. This engine's own kernels: faster ones would make them less, and a busy moment can make them more than a step",
+        f"bytes: {card['bytes']}: {rate['median']:.1f} GB/s ({rate['min']:.1f} - {rate['max']:.1f}); a backbone layer {sizes['backbone'] / 1e6:.2f} MB, a river layer "
+        f"{sizes['river'] / 1e6:.2f}, the head {sizes['head'] / 1e6:.1f}. Below 1 where a part of them stays in the processor's caches from step to step",
+        f"exit test: {card['exit_test']}",
+        *(f"{name}: {how}" for name, how in card["peers"].items()),
+    ]
+    for name, trials in card["peer_trials"].items():
+        lines.append(
+            f"{name}, tried in tokens/s: "
+            + "; ".join(f"{setting} {rate if isinstance(rate, str) else f'{rate:.1f}'}" for setting, rate in trials.items())
+        )
     return "\n".join(lines)
 
 
@@ -189,15 +230,19 @@ def _table(part):
         s = lane["tokens_per_second"]
         line = f"  {lane['label']:<32} {s['median']:>7.1f} tokens/s  ({s['min']:.1f} - {s['max']:.1f})"
         if "step_ms" in lane:
-            line += f"   depth {lane['mean_depth']:>4.1f}   prefill {lane['prefill_s']['median']:.3f} s   step / floor {lane['step_over_floor']['median']:.2f}"
+            line += (
+                f"   depth {lane['mean_depth']:>4.1f}   prefill {lane['prefill_s']['median']:.3f} s   "
+                f"step / products {lane['step_over_products']['median']:.2f}   step / bytes {lane['step_over_bytes']['median']:.2f}"
+            )
+        else:
+            line += f"                prefill {lane['prefill_s']['median']:.3f} s"
         yield line
     yield ""
     yield "  share of a step, each part measured alone: products, head, attention, exit test, the rest"
     for lane in part["lanes"].values():
         if "shares" in lane:
-            yield f"  {lane['label']:<32} " + "  ".join(
-                f"{100 * lane['shares'][p]:>5.1f}%" for p in ("products", "head", "attention", "exit_test", "rest")
-            )
+            cells = (lane["shares"][name] for name in ("products", "head", "attention", "exit_test", "rest"))
+            yield f"  {lane['label']:<32} " + "  ".join(f"{'in rest':>7}" if cell is None else f"{100 * cell:>6.1f}%" for cell in cells)
     yield ""
     for name, s in part["ratios"].items():
         yield f"  {name:<32} {s['median']:>6.2f}x  ({s['min']:.2f} - {s['max']:.2f})"

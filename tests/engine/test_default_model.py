@@ -35,20 +35,24 @@ def pair():
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @torch.inference_mode()
-def test_greedy_tokens_equal_transformers_generate(pair, prompt):
+def test_greedy_tokens_are_those_of_transformers_generate(pair, prompt):
+    """Fed transformers' own text, so that a near tie on some processor ends in one other token and not in another answer."""
     checkpoint, reference, decoder = pair
     ids = encode(checkpoint.tokenizer, prompt, chat=True)
     inputs = torch.tensor([ids])
-    expected = reference.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=64, do_sample=False)
-    expected = expected[0, len(ids) :].tolist()
+    options = {"max_new_tokens": 64, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    made = reference.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+    expected, logits = made.sequences[0, len(ids) :].tolist(), [row[0] for row in made.logits]
+    assert len(expected) == 64 or expected[-1] in checkpoint.eos_token_ids
     plain = RiverStrategy(SimpleNamespace(decoder=decoder, river=None), Never(decoder.config.num_hidden_layers))
     cache = decoder.new_cache(len(ids) + 64)
-    got = [int(plain.prefill(ids, cache).logits.argmax())]
-    while len(got) < len(expected):
-        step = plain.step(got[-1], len(ids) + len(got) - 1, len(got), cache)
-        got.append(int(step.logits.argmax()))
-    assert got == expected
-    assert len(got) == 64 or got[-1] in checkpoint.eos_token_ids
+    step = plain.prefill(ids, cache)
+    for i, (token, theirs) in enumerate(zip(expected, logits, strict=True)):
+        ours = step.logits.flatten()
+        assert (ours - theirs).abs().max() < 2e-3 * theirs.abs().max()
+        assert theirs[token] - theirs[int(ours.argmax())] < 1e-3, f"token {i}: not even a near tie"
+        if i + 1 < len(expected):
+            step = plain.step(token, len(ids) + i, i + 1, cache)
 
 
 def test_the_chat_templates_end_token_ends_an_answer(default_model):
@@ -63,10 +67,10 @@ def test_the_default_model_has_its_own_presets_and_says_what_it_is(default_model
     assert facts["n_layers"] == 30 and len(facts["sha256"]) == 64 and facts["reasons"]
 
 
-def test_river_leaves_early_on_real_text_and_later_with_a_higher_tau(default_model):
+def test_river_leaves_early_on_real_text_and_later_with_a_higher_tau(exact_model):
     from river_core import Trace, compare
 
     options = {"max_new_tokens": 24, "methods": ("river:0.95", "river:0.97", "river:0.98")}
-    lanes = Trace.from_events(compare(default_model, PROMPTS[0], **options)).lanes
+    lanes = Trace.from_events(compare(exact_model, PROMPTS[0], **options)).lanes
     fast, balanced, careful = (lanes[name].mean_depth for name in ("river", "river-2", "river-3"))
     assert 1 < fast < balanced < careful <= 30

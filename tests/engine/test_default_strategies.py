@@ -1,4 +1,4 @@
-"""The strategies on the packaged model, in the 16-bit dtypes that a user gets: by bounds and the near-tie rule, never by equal text."""
+"""The strategies on the packaged model. Bounds are asked of float32, whose numbers no processor changes; of the 16-bit model that a user gets, only what holds with any kernels."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ PROMPTS = [
 ]
 
 
-def test_on_the_same_exits_the_caches_differ_as_the_strategies_do(default_model):
-    lanes = fidelity(default_model, PROMPTS, tokens=24, report=lambda line: None)["lanes"]
+def test_on_the_same_exits_the_caches_differ_as_the_strategies_do(exact_model):
+    lanes = fidelity(exact_model, PROMPTS, tokens=24, report=lambda line: None)["lanes"]
     assert lanes["recompute"]["k_cos"] > 0.9995 and lanes["recompute"]["v_cos"] > 0.9995
     assert lanes["river"]["v_cos"] > 0.96 and lanes["river"]["k_cos"] > 0.99
     assert max(lanes["propagation"]["v_cos"], lanes["masking"]["v_cos"]) < lanes["river"]["v_cos"]
@@ -27,8 +27,11 @@ def test_on_the_same_exits_the_caches_differ_as_the_strategies_do(default_model)
 @pytest.mark.parametrize("k", [4, None])
 def test_verified_river_is_the_backbones_text_under_the_near_tie_rule(default_model, k):
     facts = check_verified(default_model, PROMPTS, tokens=24, k=k, report=lambda line: None)
-    assert facts["near_tie_agreement"] == 1.0
-    assert facts["exact_agreement"] > 0.9 and facts["acceptance"] > 0.3
+    assert facts["near_tie_agreement"] == 1.0 and facts["tokens"] > 0
+
+
+def test_the_backbone_takes_some_of_the_rivers_drafts(exact_model):
+    assert check_verified(exact_model, PROMPTS, tokens=24, k=4, report=lambda line: None)["acceptance"] > 0.3
 
 
 @pytest.mark.parametrize("name", ["masking", "recompute", "propagation", "monotone"])

@@ -1,20 +1,27 @@
 """Measurements report what they measured; here on a tiny model, where exactness can be asked for."""
 
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from river_core import InputError, LoadError, Trace, compare
-from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity
+from river_core.hqq import quantise
+from river_core.kernels import Dense, Int4, Int8
+from river_core.measure.fidelity import METHODS, check_verified, fidelity, format_fidelity, format_verified
 from river_core.measure.figures import figures
-from river_core.measure.floor import of_step
+from river_core.measure.floor import Floor, bytes_of_step, of_step, read_bytes
+from river_core.measure.peers import CACHES, TransformersPeer
 from river_core.measure.prompts import read_prompts
 from river_core.measure.record import read_recipes, record
 from river_core.measure.shapes import SHAPES, _llama, shaped_model
-from river_core.measure.speed import bench, format_bench, spread
+from river_core.measure.speed import bench, format_bench, spread, turns
+from tests.tiny import configs, random_model
 
 RECORDINGS = Path(__file__).parents[2] / "assets" / "recordings"
 
@@ -62,10 +69,35 @@ def test_fidelity_orders_the_strategies_as_theory_does(tiny):
     json.dumps(result, allow_nan=False)
 
 
+def test_fidelity_says_how_sure_it_is_and_what_is_within_noise(tiny):
+    prompts = ["Hello", "What is a river?", "One, two", "Sky", "The end"]
+    result = fidelity(tiny, prompts, methods=("backbone", "river@fixed:6", "int4", "masking@fixed:3"), tokens=6, report=lambda line: None)
+    full, int4, masking = (result["lanes"][name] for name in ("river", "int4", "masking"))
+    assert full["intervals"]["top1"] == {"value": 1, "low": 1, "high": 1, "n": 5}, "every layer of the backbone ran"
+    for lane in (int4, masking):
+        for figure in ("top1", "kl", "k_cos", "v_cos"):
+            found = lane["intervals"][figure]
+            assert found["value"] == pytest.approx(lane[figure], abs=1e-4) and found["low"] <= found["value"] <= found["high"]
+    assert "against" not in int4 and masking["against"]["v_cos"]["within_noise"] is False
+    assert masking["against"]["v_cos"]["value"] == pytest.approx(masking["v_cos"] - int4["v_cos"], abs=1e-4)
+    text = format_fidelity(result)
+    assert "n = 5 prompts" in text and "tokens/s in step" in text and "paired by prompt" in text
+
+
+def test_answers_of_one_token_have_no_speed_and_no_agreement(tiny):
+    result = fidelity(tiny, ["Hello"], methods=("backbone", "river"), tokens=1, report=lambda line: None)
+    assert "intervals" not in result["lanes"]["river"] and "| - |" in format_fidelity(result)
+    facts = check_verified(tiny, ["Hello"], tokens=1, report=lambda line: None)
+    assert facts["tokens"] == facts["same_answers"] == 1 and facts["speed_up"] is None
+    assert "no speed" in format_verified(facts)
+
+
 def test_verified_river_agrees_with_the_backbone_under_the_near_tie_rule(tiny):
     facts = check_verified(tiny, ["Hello", "What is a river?"], tokens=12, k=3, report=lambda line: None)
     assert facts["tokens"] == 24 and facts["near_tie_agreement"] == 1.0 and facts["worst_gap"] < 1e-3
     assert 0 <= facts["acceptance"] <= 1 <= facts["tokens_per_cycle"] <= 4
+    assert facts["same_answers"] == facts["prompts"] == facts["speed_up"]["n"] == 2
+    assert "2 of 2 answers are the backbone lane's own" in format_verified(facts)
 
 
 def test_spread_is_median_least_and_greatest():
@@ -89,8 +121,13 @@ def test_figures_come_with_their_data(tiny, tmp_path):
     layers = tables["kv_by_layer"]
     exact = layers[layers["method"] == "recompute"]
     assert exact["cosine"].to_numpy() == pytest.approx([1.0] * len(exact), abs=1e-4)
-    theory = tables["theory_and_measured"].dropna(subset="at_most")
-    assert (theory["at_most"] == 6 / theory["depth"]).all()
+    theory = tables["theory_and_measured"]
+    share = theory["layers_share"].iloc[0]
+    assert 0 < share < 1
+    # Skipping all layers leaves the head and the rest: the bound stays finite, and below the number of layers over the depth.
+    assert theory["at_most"].to_numpy() == pytest.approx(1 / (1 - share * theory["skipped"]).to_numpy())
+    assert (theory["at_most"] < 6 / theory["depth"].clip(lower=1e-9)).all()
+    assert theory["prompts"].max() <= 2 and theory["low"].isna().all()
     pictures = [path for path in paths if path.suffix in (".svg", ".html")]
     assert len(pictures) == 5 and "run.json" in names
     if shutil.which("chromium"):
@@ -141,10 +178,15 @@ def test_bench_reports_speed_floor_and_shares_for_every_length(tiny):
     for part in result["contexts"]:
         for lane in part["lanes"].values():
             assert lane["tokens_per_second"]["min"] > 0 and lane["prefill_s"]["min"] > 0
-            assert lane["step_over_floor"]["median"] > 0.5  # a step holds its products, and single products on a busy machine scatter
+            for yardstick in ("step_over_products", "step_over_bytes"):
+                assert lane[yardstick]["min"] > 0
             assert sum(lane["shares"].values()) == pytest.approx(1, abs=0.01)
+        layers = 6
+        backbone, river = part["lanes"]["backbone"], part["lanes"]["river:0.5"]
+        assert backbone["mean_depth"] == layers
+        assert backbone["step_bytes"] > 0 < river["step_bytes"]
     assert set(result["ratios"]) == {"river:0.5 / backbone"} and len(result["rounds"]) == 2
-    assert "step / floor" in format_bench(result)
+    assert {"step / products", "step / bytes", "GB/s"} <= set(re.findall("step / products|step / bytes|GB/s", format_bench(result)))
     json.dumps(result, allow_nan=False)
 
 
@@ -152,6 +194,38 @@ def test_the_floor_grows_with_the_layers_that_ran():
     parts = {"backbone": 2.0, "river": 1.0, "head": 5.0, "kv_read": 0.5}
     assert of_step(parts, depth=3, river_layers=27) == 2 * 3 + 1 * 27 + 5 + 0.5 * 30
     assert of_step(parts, depth=3, river_layers=0) == 2 * 3 + 5 + 0.5 * 3
+
+
+def test_everybody_has_one_turn_a_round_and_nobody_the_same_place_twice_in_a_row():
+    order = list(turns("abc", 2))
+    assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b")]
+
+
+def test_a_step_reads_its_weights_once_and_the_cache_of_every_layer_that_ran(tiny):
+    sizes = Floor(tiny).bytes()
+    c = tiny.config
+    wide, narrow = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
+    weights = c.hidden_size * (wide + narrow) + wide * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
+    assert sizes["backbone"] == 4 * weights == sizes["river"], "in float32 the river is dequantised"
+    assert sizes["head"] == 4 * c.vocab_size * c.hidden_size and sizes["kv_position"] == 4 * narrow
+    assert bytes_of_step(sizes, 2, 4, 100) == 6 * 4 * weights + sizes["head"] + 6 * 100 * 4 * narrow
+
+
+def test_packed_weights_are_read_as_the_kernel_holds_them():
+    codes = quantise(torch.randn(64, 128), 4, 64, solver=False)
+    assert read_bytes(Int4(codes)) == 64 * 128 // 2 + 64 * 2 * 2 * 2  # half a byte a weight; a bfloat16 scale and shift per group
+    assert read_bytes(Dense(torch.randn(64, 128), dtype=torch.float16, many_dtype=torch.bfloat16, keep_many=True)) == 2 * 64 * 128
+    assert read_bytes(Int8(quantise(torch.randn(64, 128), 8, 128, solver=False))) == 64 * 128 + 64 * (2 + 4)
+
+
+def test_the_similarity_of_compiled_layers_is_said_to_be_in_the_rest(tiny, monkeypatch):
+    result = bench(tiny, methods=("backbone",), tokens=4, repeats=1, peers=(), report=lambda line: None)
+    assert result["lanes"]["backbone"]["shares"]["exit_test"] is not None and "in rest" not in format_bench(result)
+    parts = {part: spread["median"] for part, spread in result["floor"].items()} | {"exit_test": None}
+    monkeypatch.setattr(Floor, "measure", lambda self, context: parts)
+    result = bench(tiny, methods=("backbone",), tokens=4, repeats=1, peers=(), report=lambda line: None)
+    assert result["lanes"]["backbone"]["shares"]["exit_test"] is None and result["floor"]["exit_test"] is None
+    assert "in rest" in format_bench(result)
 
 
 @pytest.mark.parametrize(
@@ -179,3 +253,16 @@ def test_a_shape_that_does_not_fit_says_how_much_it_needs(monkeypatch):
     monkeypatch.setattr("river_core.measure.shapes.available_memory", lambda: 1 << 30)
     with pytest.raises(LoadError, match="needs about .* GB, and 1.1 GB are free"):
         shaped_model("llama3.1-8b", dtype="bfloat16", river_kernel="dequantised")
+
+
+def test_transformers_decodes_in_the_setting_that_was_fastest_in_trials(tiny, tmp_path):
+    random_model(configs()["llama"]).save_pretrained(tmp_path)
+    said = []
+    peer = TransformersPeer(dataclasses.replace(tiny, path=tmp_path), list(range(1, 12)), 4, said.append, CACHES[:2])
+    tried = {setting: rate for setting, rate in peer.trials.items() if isinstance(rate, float)}
+    assert {f"{dtype}, {attention}" for dtype in ("fp16", "bf16", "fp32") for attention in ("sdpa", "eager")} <= set(peer.trials)
+    chosen = {setting: rate for setting, rate in tried.items() if setting.endswith("cache")}
+    assert peer.label == "transformers generate, " + max(chosen, key=chosen.get)
+    assert sum(setting.endswith("cache") for setting in peer.trials) == 2 and len(said) == 3 + 2
+    found = peer.run(6)
+    assert found["tokens_per_second"] > 0 and found["prefill_s"] > 0

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from river_core.errors import InputError
 from river_core.measure.memory import (
     GIB,
     PAPER,
+    beside,
     computed_sizes,
     default_depth,
     format_memory,
@@ -90,7 +92,38 @@ def test_a_shape_is_computed_from_its_config_alone(monkeypatch):
     assert rows["backbone"]["paper"] == 22.96 and "masking" not in rows
     assert rows["river, offloaded"]["backbone"] == (5 + ROOM) * rows["river"]["backbone"] // 32
     assert all(set(row["how"].values()) == {"computed"} for row in result["rows"])
+    assert "peak memory of a process" in format_memory(result) and result["beside"]["rest"] is None
     assert "paper: 22.96" in format_memory(result) and "(computed)" in format_memory(result)
+
+
+def test_what_no_row_counts_is_told_apart(tiny, medium):
+    sizes = measured_sizes(medium)
+    apart = beside(sizes, [100, 1000], medium)
+    assert apart["context"] == 1000 and apart["rope"] == 1000 * medium.config.head_dim * 4
+    assert apart["prompt_states"] == sizes.state_token * 1000 == max(row["prompt_states"] for row in table(sizes, 2, [100, 1000]))
+    weights = sizes.backbone() + sizes.river + sizes.head
+    assert apart["process"] > weights, "the system counts everything, libraries included"
+    assert apart["rest"] == pytest.approx(apart["process"] - weights, abs=1)
+    assert beside(sizes, [100])["process"] is None
+    result = memory(tiny, 2, [32], [], tokens=4, repeats=1, report=silent)
+    text = format_memory(result)
+    assert "not in the table" in text and "this process holds" in text
+
+
+@needs_linux
+def test_second_copies_of_the_weights_are_counted_and_said(monkeypatch):
+    from river_core.decoder import Decoder
+    from river_core.kernels import choose_kernels
+    from tests.tiny import random_model
+
+    model = tiny_model(MEDIUM, dtype=torch.bfloat16)
+    plan = replace(choose_kernels("cpu", 64, 128, torch.float16, 4, 32, river="dequantised"), many_dtype=torch.bfloat16, keep_many=True)
+    model.decoder = Decoder(MEDIUM, random_model(MEDIUM).state_dict(), plan)
+    before = measured_sizes(model)
+    model.decoder.forward(list(range(64)), 0, model.decoder.new_cache(64))
+    after = measured_sizes(model)
+    assert before.many == 0 and after.many == pytest.approx(before.backbone(), rel=0.01)
+    assert after.backbone() == pytest.approx(2 * before.backbone(), rel=0.01)
 
 
 def test_a_method_is_the_sum_of_what_it_needs():

@@ -74,7 +74,37 @@ def test_stop_ends_it_before_the_next_token_and_keeps_finished_repeats_only(tiny
         seen.append(event)
     assert time.monotonic() - start < 5
     assert len(seen) == 4
-    assert seen[-1] | {"header": None} == {"type": "points", "header": None, "repeats": 0, "reason": "stop", "points": []}
+    assert seen[-1] | {"header": None} == {"type": "points", "header": None, "repeats": 0, "prompts": 1, "reason": "stop", "points": []}
+
+
+def test_a_stop_between_two_repeats_keeps_the_finished_ones(tiny):
+    seen = []
+    events = sweep(tiny, "Hello", ("river",), (0.5,), max_new_tokens=4, repeats=50, stop=lambda: bool(seen) and seen[-1]["repeat"] == 3)
+    for event in events:
+        seen.append(event)
+    result = seen[-1]
+    assert result["reason"] == "stop" and result["repeats"] == 2 and len(result["points"]) == 2
+    assert all(point["speed_up"]["min"] > 0 for point in result["points"])
+
+
+def test_several_prompts_give_intervals_and_paired_differences_from_full_4_bit(tiny):
+    prompts = ["Hello", "What is a river?", "One, two", "Sky", "The end"]
+    result = points_of(sweep(tiny, prompts, ("river", "int4"), (ALWAYS, NEVER), max_new_tokens=6, repeats=1))
+    backbone, low, never, int4 = result["points"]
+    assert result["prompts"] == 5 and never["tokens"] == low["tokens"] > 5
+    assert backbone["intervals"] == {} and int4["against"] == {}
+    assert never["intervals"]["top1"] == {"value": 1, "low": 1, "high": 1, "n": 5}
+    assert low["intervals"]["kl"]["low"] <= low["kl"] <= low["intervals"]["kl"]["high"]
+    difference = never["against"]["top1"]["value"]
+    assert difference == pytest.approx(1 - int4["agreement"], abs=1e-4)
+    text = format_sweep(result)
+    assert "less Full 4-bit, paired by prompt" in text and ("within noise" in text or "beyond noise" in text) and "n = 5 prompts" in text
+    json.dumps(result, allow_nan=False)
+
+
+def test_one_prompt_gets_no_interval_and_no_verdict(result):
+    assert all(point["intervals"]["top1"]["low"] is None for point in result["points"] if point["intervals"])
+    assert "too few prompts to tell" in format_sweep(result)
 
 
 def test_thresholds_come_from_a_text_in_order_and_once():
@@ -114,11 +144,12 @@ def test_the_backbone_is_always_there_and_never_twice():
         ({"methods": ("backbone",)}, "beside the backbone"),
         ({"methods": ("river",), "taus": [i / 100 for i in range(50)]}, "at most"),
         ({"methods": ("river",), "repeats": 0}, "at least one repeat"),
+        ({"prompt": []}, "needs a prompt"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_with_a_sentence(tiny, arguments, says):
     with pytest.raises(InputError, match=says):
-        next(sweep(tiny, "Hello", **arguments))
+        next(sweep(tiny, **{"prompt": "Hello"} | arguments))
 
 
 def test_the_command_prints_the_result_that_the_page_can_show(tiny, monkeypatch, capsys):
@@ -129,3 +160,15 @@ def test_the_command_prints_the_result_that_the_page_can_show(tiny, monkeypatch,
     assert [point["lane"] for point in result["points"]] == ["backbone", "river", "int4"]
     assert main(command) == 0
     assert "River, tau 0.5" in capsys.readouterr().out
+
+
+def test_the_command_takes_a_file_of_prompts_instead(tiny, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("river_core.cli._load", lambda args: tiny)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "one"}\n{"question": "two"}\n{"prompt": "three"}\n')
+    command = ["sweep", "--taus", "0.5", "--methods", "river", "--max-new-tokens", "3", "--repeats", "1"]
+    assert main([*command, "--prompts", str(path), "--limit", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 2
+    for wrong in (command, [*command, "Hello", "--prompts", str(path)]):
+        assert main(wrong) == 1
+        assert "either a prompt or --prompts" in capsys.readouterr().err

@@ -269,8 +269,9 @@ def test_a_comparison_on_the_same_exits_ends_with_fidelity_and_stays_small(visit
     assert facts["recompute"]["v_cos"] > facts["river"]["v_cos"] > max(facts["propagation"]["v_cos"], facts["masking"]["v_cos"])
     tokens = len(events_of([last], "token"))
     assert len(json.dumps(last)) < 2500 * tokens + 50_000  # a token's own event, and its slots in every layer
-    rows = events_of([last], "fidelity")[0]["v_cos"]
-    assert len(rows) == 15 and all(len(row) == 30 for row in rows)
+    fidelity = events_of([last], "fidelity")[0]
+    written = sum(event["lane"] == fidelity["lane"] for event in events_of([last], "token"))  # the model may end its answer before 16
+    assert len(fidelity["v_cos"]) == written - 1 > 0 and all(len(row) == 30 for row in fidelity["v_cos"])
 
 
 def test_lanes_that_cannot_be_fed_a_text_are_refused_in_a_sentence(visitor):
