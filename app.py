@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 
+from app.limits import add_flags, from_flags
+
 FIRST_PORT = 7860
 PORTS_TRIED = 20
 
@@ -26,6 +28,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--offload-after", type=int, metavar="N", help="keep N backbone layers in memory; bring the others back for tokens that need them"
     )
     parser.add_argument("--no-browser", action="store_true", default=on_space, help="do not open a browser")
+    add_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -72,7 +75,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # The engine's libraries load while Gradio is still being imported, and the page opens before the model is there.
     host = ModelHost(load)
-    runs = Runs(host, compare).open()
+    limits = from_flags(args)
+    runs = Runs(host, compare, limits=limits).open()
 
     from app.ui import build, launch_options
 
@@ -83,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         inbrowser=not args.no_browser,
         quiet=True,
         prevent_thread_lock=True,
-        **launch_options(),
+        **launch_options(limits),
     )
     print(f"River Explorer is at {url} (Ctrl+C ends it)", flush=True)
     demo.block_thread()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+
+from app.table import table_columns, token_rows
 
 if TYPE_CHECKING:
     from river_core.trace import LaneTrace, Trace
@@ -411,17 +412,42 @@ def _size(value: Any) -> bool:
 
 def _filled(lane: LaneTrace, layers: int) -> float | None:
     """Share of the answer's cache slots that hold something at the end; None without tokens."""
-    empty = {
-        (token["position"], layer)
-        for token in lane.steps
-        for first, last, owner, _ in token["kv"]
-        if owner == "none"
-        for layer in range(first, last)
-    }
+    if not lane.steps:
+        return None
+    # Ranges of layers by position, each list gone through once: none is taken apart into its slots.
+    holes: dict[int, list[tuple[int, int]]] = {}
+    filled: dict[int, list[tuple[int, int]]] = {}
     for token in lane.steps:
+        holes.setdefault(token["position"], []).extend((first, last) for first, last, owner, _ in token["kv"] if owner == "none")
         for position, first, last, _ in token.get("filled", []):
-            empty -= {(position, layer) for layer in range(first, last)}
-    return 1 - len(empty) / (layers * len(lane.steps)) if lane.steps else None
+            filled.setdefault(position, []).append((first, last))
+    left = sum(_uncovered(_joined(ranges), _joined(filled.get(position, []))) for position, ranges in holes.items())
+    return 1 - left / (layers * len(lane.steps))
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same layers, in order and each in one range only."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+        else:
+            joined.append((first, last))
+    return joined
+
+
+def _uncovered(ranges: list[tuple[int, int]], by: list[tuple[int, int]]) -> int:
+    """How many layers of `ranges` are in none of `by`; both are joined."""
+    left = sum(last - first for first, last in ranges)
+    at = 0
+    for first, last in ranges:
+        while at < len(by) and by[at][1] <= first:
+            at += 1
+        over = at
+        while over < len(by) and by[over][0] < last:
+            left -= min(last, by[over][1]) - max(first, by[over][0])
+            over += 1
+    return left
 
 
 def _memory_note(trace: Trace) -> str:
@@ -653,50 +679,8 @@ def _spread_bars(rows: list[tuple[str, dict[str, float]]], axis: str) -> go.Figu
 
 # The table of tokens
 
-PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .:@+_/-]*")
-NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
-
-
-def _quoted(text: str) -> str:
-    """A text from a trace as a JSON string, which a spreadsheet does not take for a formula: it begins with a quote. Semicolons are escaped, since
-    a spreadsheet of a country with decimal commas splits at them, and what follows one would begin a cell."""
-    return json.dumps(text, ensure_ascii=True).replace(";", "\\u003b")
-
 
 def token_table(trace: Trace) -> pd.DataFrame:
-    """One row a token, lane by lane.
-
-    Columns: lane, token (counted from 1, as everywhere on the page), id, text (a JSON string: white space shows, and no spreadsheet takes it
-    for a formula), position, exit_layer, layers_run,
-    river_layers, t_ms (engine time), similarity (at the exit; empty where the exit layer has none), top1 (probability of the likeliest token), slots_<owner>
-    (cache slots of the token's position by who wrote them, at that step), and on the same text agrees and kl.
-    """
-    owners = list(dict.fromkeys(run[2] for lane in trace.lanes.values() for token in lane.tokens for run in token["kv"]))
-    compared = any("fidelity" in token for lane in trace.lanes.values() for token in lane.tokens)
-    rows = []
-    for lane in trace.lanes.values():
-        for token in lane.tokens:
-            depth = token["exit_layer"]
-            slots = dict.fromkeys(owners, 0)
-            for first, last, owner, _ in token["kv"]:
-                slots[owner] += last - first
-            row = {
-                "lane": lane.id if PLAIN_NAME.fullmatch(lane.id) else _quoted(lane.id),
-                "token": token["i"] + 1,
-                "id": token["id"],
-                "text": _quoted(token["text"]),
-                "position": token["position"],
-                "exit_layer": depth,
-                "layers_run": token["layers_run"],
-                "river_layers": token["river_layers"],
-                "t_ms": round(token["t_ns"] / 1e6, 4),
-                "from_prompt": token["from_prefill"],
-                "similarity": token["similarity"][depth - 1] if depth else None,
-                "top1": token["top5"][0][2] if token["top5"] else None,
-                **{f"slots_{NO_NAME.sub('_', owner)}": count for owner, count in slots.items()},
-            }
-            if compared:
-                fact = token.get("fidelity") or {}
-                row |= {"agrees": fact.get("agrees"), "kl": fact.get("kl")}
-            rows.append(row)
-    return pd.DataFrame(rows)
+    """`app.table.token_rows` as a data frame."""
+    columns = table_columns(trace)
+    return pd.DataFrame(list(token_rows(trace)), columns=columns)

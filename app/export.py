@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from app import stage
 from app.runs import Runs, to_json
+from app.table import token_csv
 
 if TYPE_CHECKING:
     from river_core.trace import Trace
@@ -70,20 +71,18 @@ def download(runs: Runs, wanted: Any) -> dict[str, str]:
         runs: where the trace is looked up.
         wanted: {id, kind}; `kind` is "json" (the trace), "csv" (its tokens) or "html" (the replay).
     """
-    if not isinstance(wanted, dict) or wanted.get("kind") not in ("json", "csv", "html"):
+    if not isinstance(wanted, dict) or str(wanted.get("kind")) not in ("json", "csv", "html"):
         return {"error": "There is no such kind of file."}
     trace = runs.trace(str(wanted.get("id")))
     if trace is None:
         return {"error": "The server does not hold this run any more, or it has not ended yet. Run it again, or open its file again."}
-    kind = wanted["kind"]
+    kind = str(wanted["kind"])
     if kind == "json":
         text = to_json(trace.to_dict())
     elif kind == "html":
         text = replay(trace)
     else:
-        from app.charts import token_table
-
-        text = token_table(trace).to_csv(index=False)
+        text = token_csv(trace)
     return {"name": f"{file_stem(trace)}.{kind}", "text": text}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,10 @@ STAGES = {
     "river": "building the 4-bit river",
 }
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+RETRY_S = 30.0
+"""A model that could not be loaded is tried again by a run that comes this much later: a hub that did not answer may do so by then."""
 
 
 class ModelUnavailable(Exception):
@@ -32,6 +37,7 @@ class ModelHost:
     def __init__(self, load: Callable[[Callable[[str, float | None, str], None]], Any]):
         self._load = load
         self._model: Any = None
+        self._failed_at: float | None = None
         self._status: dict[str, Any] = {"state": "loading", "text": "starting the engine", "fraction": None}
 
     def status(self) -> dict[str, Any]:
@@ -41,6 +47,11 @@ class ModelHost:
     @property
     def loading(self) -> bool:
         return self._status["state"] == "loading"
+
+    @property
+    def worth_another_try(self) -> bool:
+        """Whether loading failed some time ago."""
+        return self._failed_at is not None and time.monotonic() - self._failed_at >= RETRY_S
 
     def model(self) -> Any:
         """The loaded model.
@@ -54,10 +65,14 @@ class ModelHost:
 
     def load_model(self) -> None:
         """Load, whatever comes of it: a failure becomes the status."""
+        if self._failed_at is not None:
+            self._failed_at = None
+            self._status = {"state": "loading", "text": "trying to load the model again", "fraction": None}
         try:
             self._model = self._load(self._progress)
             self._status = {"state": "ready", "text": describe(self._model), "fraction": 1.0}
-        except Exception as error:
+        except BaseException as error:  # the engine's thread must outlive it
+            self._failed_at = time.monotonic()
             self._status = {"state": "failed", "text": load_failure(error), "fraction": None}
             log.warning("the model could not be loaded: %s", error, exc_info=not is_sentence(error))
 
@@ -77,12 +92,12 @@ def describe(model: Any) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def is_sentence(error: Exception) -> bool:
+def is_sentence(error: BaseException) -> bool:
     """Whether the engine wrote this error for the visitor (a RiverError), so that its text can be shown as it is."""
     return any(kind.__name__ == "RiverError" for kind in type(error).__mro__)
 
 
-def load_failure(error: Exception) -> str:
+def load_failure(error: BaseException) -> str:
     """The sentence for a model that did not load."""
     if is_sentence(error):
         return str(error)

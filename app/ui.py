@@ -14,10 +14,13 @@ from starlette.middleware import Middleware
 
 from app import analysis, export, stage
 from app.api import trace_endpoint
+from app.body import BodyLimit
 from app.calm import Calm
+from app.desk import Desk
 from app.examples import EXAMPLES
-from app.model_host import ModelHost, is_sentence
-from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
+from app.limits import Limits, address_of, defaults
+from app.model_host import ModelHost
+from app.runs import Runs
 from app.settings import SettingsError, read_settings
 
 TITLE = "River Explorer"
@@ -54,11 +57,16 @@ MORE_LANES_HELP = (
     "Rules: similarity, maxprob, margin, entropy, fixed, never."
 )
 PRESETS = ["fast", "balanced", "careful"]
+MOST_CALLS = 256
+"""Events that Gradio holds at a time, of all visitors; its own 40 would be taken by one client with 40 calls."""
+FOLLOWED = """() => { try { return sessionStorage.getItem("river-explorer-run") ?? ""; } catch { return ""; } }"""
+"""The id of the tab's run, as glue.js keeps it."""
 PAGE_CSS = Path(__file__).with_name("page.css")
 
 
 def build(host: ModelHost, runs: Runs) -> gr.Blocks:
     """The page as Gradio blocks. Every visitor's run goes through `runs`; nothing of a run is kept in here."""
+    desk = Desk(runs.limits.questions)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as demo:
         gr.HTML(MASTHEAD, apply_default_css=False, elem_id="masthead")
         with gr.Tabs(elem_id="tabs", selected="watch"):
@@ -67,37 +75,37 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
             with gr.Tab("Run", id="run", elem_id="run-tab"):
                 controls = run_controls()
             with gr.Tab("Analyse", id="analyse", elem_id="analyse-tab"):
-                analysis.build(runs)
+                analysis.build(runs, desk)
 
         # Functions that the page's script calls by itself; Gradio always hands them one argument.
-        def model_status(_: Any = None) -> dict[str, Any]:
+        async def model_status(_: Any = None) -> dict[str, Any]:
             return host.status()
 
         def snapshot(run_id: str) -> str | None:
-            run = runs.find(str(run_id))
+            run = runs.follow(str(run_id))
             return run.message(0, runs.place(run))[0] if run else None
 
-        def recordings(_: Any = None) -> list[dict[str, str]]:
+        async def recordings(_: Any = None) -> list[dict[str, str]]:
             return [recording.about() for recording in runs.recordings.values()]
 
-        def recording(slug: str) -> str | None:
+        async def recording(slug: str) -> str | None:
             """The trace as JSON text; an empty slug stands for the first one."""
             found = runs.recordings.get(str(slug)) if slug else next(iter(runs.recordings.values()), None)
             return found.text if found else None
 
-        def open_trace(file: Any) -> dict[str, str]:
+        def open_trace(file: Any, request: gr.Request) -> dict[str, str]:
             """{id, trace}, the trace as JSON text; or {error} with one sentence. `file` is {name, data}, the data in base64."""
             try:
                 raw = base64.b64decode(file["data"], validate=True)
             except (ValueError, TypeError, KeyError):
                 return {"error": "The file did not arrive whole. Open it again."}
-            try:
-                file_id, text = runs.open_file(raw)
-            except Exception as error:
-                if not is_sentence(error):
-                    raise
-                return {"error": str(error)}
+            file_id, text = runs.open_file(raw, address=address_of(request))
             return {"id": file_id, "trace": text}
+
+        async def open_in_turn(file: Any, request: gr.Request) -> dict[str, str]:
+            return await desk.answer(open_trace, file, request)
+
+        open_in_turn.__name__ = "open_trace"
 
         def download(wanted: Any) -> dict[str, str]:
             return export.download(runs, wanted)
@@ -106,15 +114,15 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
             "",
             html_template='<div class="page-note" hidden></div><div class="stage-root"></div>',
             js_on_load=stage.page_script(),
-            server_functions=[model_status, snapshot, recordings, recording, open_trace, download],
-            limits={"sent": UPLOAD_BYTES, "unpacked": UNPACKED_BYTES},
+            server_functions=[model_status, snapshot, recordings, recording, open_in_turn, desk.asked(download)],
+            limits={"sent": runs.limits.sent, "unpacked": runs.limits.unpacked},
             apply_default_css=False,
             elem_id="stage",
         )
         wire(demo, controls, channel, host, runs)
         gr.api(trace_endpoint(runs), api_name="trace", concurrency_limit=None)
     # Runs wait in our own line, which knows places; Gradio's queue only passes them on.
-    return demo.queue(api_open=False, max_size=64)
+    return demo.queue(api_open=False, max_size=MOST_CALLS)
 
 
 @dataclass(frozen=True)
@@ -182,10 +190,12 @@ def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost,
     ) -> AsyncIterator[str]:
         session = request.session_hash or ""
         # The boxes come in the order in which they were ticked.
-        lanes = [value for _, value in LANES if value in (lanes or [])]
+        lanes = [value for _, value in LANES if isinstance(lanes, list) and value in lanes]
         try:
-            settings = read_settings(prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more)
-            current = runs.start(session, settings)
+            settings = read_settings(
+                prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more, limits=runs.limits
+            )
+            current = runs.start(session, settings, address=address_of(request))
         except SettingsError as error:
             current = runs.refuse(session, str(error))
         async with aclosing(runs.stream(current)) as messages:
@@ -194,6 +204,12 @@ def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost,
 
     def stop(request: gr.Request) -> None:
         runs.stop_session(request.session_hash or "")
+
+    def stop_followed(run_id: str) -> None:
+        runs.stop_run(str(run_id))
+
+    def gone(request: gr.Request) -> None:
+        runs.leave_session(request.session_hash or "")
 
     def fit_to_model(typed_tau: str):
         model = host.model()
@@ -216,10 +232,13 @@ def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost,
     )
     private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     controls.stop.click(stop, None, None, **private)
+    # After a reload the run belongs to the session before: it is stopped by its secret id, which the tab has kept.
+    followed = gr.Textbox(visible=False, elem_id="followed-run")
+    controls.stop.click(stop_followed, followed, None, js=FOLLOWED, **private)
     channel.model_ready(fit_to_model, controls.tau, [controls.preset, controls.tau], **private)
     controls.preset.input(None, controls.preset, controls.tau, js="(value) => value", **private)
     controls.tau.input(None, controls.tau, controls.preset, js="(value) => value.trim()", **private)
-    demo.unload(stop)
+    demo.unload(gone)
 
 
 def theme() -> gr.themes.Base:
@@ -274,8 +293,9 @@ def theme() -> gr.themes.Base:
     )
 
 
-def launch_options() -> dict[str, Any]:
+def launch_options(limits: Limits | None = None) -> dict[str, Any]:
     """Arguments of `demo.launch` that belong to the page rather than to the machine it runs on."""
+    limits = limits or defaults()
     gr.set_static_paths(analysis.static_paths())
     style = PAGE_CSS.read_text(encoding="utf-8") + stage.style() + analysis.style()
     return {
@@ -287,5 +307,7 @@ def launch_options() -> dict[str, Any]:
         "show_error": False,
         "ssr_mode": False,
         "state_session_capacity": 200,
-        "app_kwargs": {"middleware": [Middleware(Calm)]},
+        "app_kwargs": {"middleware": [Middleware(BodyLimit, most=limits.body), Middleware(Calm)]},
+        # Everything that waits in our own line, and every call behind another of its client, counts as a thread here, though it is none.
+        "max_threads": 40 + limits.line + MOST_CALLS,
     }

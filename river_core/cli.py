@@ -42,7 +42,11 @@ def _parser():
     group.add_argument("--group-size", type=int, default=64, help="weights that share a scale: 32, 64, 128")
     group.add_argument("--river-kernel", default="auto", help="auto (measured), int4, int8, dequantised")
     group.add_argument("--plain-layers", action="store_true", help="do not compile the decoder's layers, nor capture them as CUDA graphs")
-    group.add_argument("--full-head", action="store_true", help="do not screen the LM head of greedy lanes")
+    group.add_argument("--kv-dtype", default="auto", help="of the KV cache: auto (as --dtype, or measured), float16, bfloat16, float32")
+    group.add_argument("--products", default="auto", help="of compiled layers: auto (measured), ours, aten (PyTorch's kernels)")
+    head = group.add_mutually_exclusive_group()
+    head.add_argument("--full-head", action="store_true", help="do not screen the LM head of greedy lanes")
+    head.add_argument("--screened-head", action="store_true", help="screen it even where that was measured to be slower")
     group.add_argument(
         "--offload-after", type=int, metavar="N", help="keep N backbone layers in memory; bring the others back for tokens that need them"
     )
@@ -211,8 +215,9 @@ def _load(args, shape: str | None = None):
     """The model of the options, or random weights of a shape."""
     from river_core.model import load
 
-    names = ("device", "dtype", "bits", "group_size", "threads", "river_kernel", "offload_after")
-    options = {name: getattr(args, name) for name in names} | {"compiled": not args.plain_layers, "screen_head": not args.full_head}
+    names = ("device", "dtype", "kv_dtype", "bits", "group_size", "threads", "river_kernel", "products", "offload_after")
+    head = False if args.full_head else True if args.screened_head else "auto"
+    options = {name: getattr(args, name) for name in names} | {"compiled": not args.plain_layers, "screen_head": head}
     with Progress() as progress:
         if shape:
             from river_core.measure.shapes import shaped_model
@@ -479,6 +484,9 @@ def _doctor(args) -> int:
         print(f"{key:<16} {facts[key] if facts[key] is not None else '-'}")
     for key in ("device", "device_name", "threads", "dtype", "prefill_dtype", "kv_dtype", "river_kernel"):
         print(f"{key:<16} {facts[key]}")
+    native = facts["native"]
+    print(f"{'native code':<16} {native['state']}, for {native['isa'] or '-'}, compiler {native['compiler'] or '-'}")
+    print(f"{'pinned':<16} {', '.join(facts['pinned']) or '-'} (the rest is measured, or follows from the machine)")
     quantiser = facts["quantiser"]
     print(f"{'quantiser':<16} {quantiser['name']}, {quantiser['bits']} bits, groups of {quantiser['group_size']}")
     print(f"{'kernels':<16} " + ", ".join(f"{name}: {kind}" for name, kind in facts["river_products"].items()))

@@ -244,6 +244,7 @@ class KernelPlan:
     river: "int4", "int8" or "dequantised". bits, group_size: of the quantiser; group_size None = one group a row.
     reasons: one sentence a decision, for `doctor` and the page. measured_us: microseconds of one product, by candidate.
     keep_many: the backbone's weights are kept in `many_dtype` too, once a product of many rows has needed them.
+    pinned: which of "dtype", "kv_dtype" and "river_kernel" were asked for.
     """
 
     device: torch.device
@@ -256,6 +257,7 @@ class KernelPlan:
     reasons: tuple[str, ...] = ()
     measured_us: dict[str, float] = field(default_factory=dict)
     keep_many: bool = False
+    pinned: tuple[str, ...] = ()
 
     def dense(self, weight, bias=None) -> Dense:
         """A backbone layer."""
@@ -275,7 +277,7 @@ class KernelPlan:
         return Dense(codes.dequantise(self.dtype), bias, self.dtype, self.many_dtype)
 
 
-def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4, group_size=64, river="auto"):
+def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4, group_size=64, river="auto", kv_dtype="auto"):
     """Pick dtypes and kernels by measuring products of the model's own shape on this machine (under a second).
 
     Args:
@@ -285,11 +287,14 @@ def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4,
             dequantised float32 weights.
         bits, group_size: of the river's quantiser. 8 bits take one group a row, whatever the group size, where the int8 kernel runs.
         river: "auto", "int4", "int8" or "dequantised".
+        kv_dtype: "auto", or a torch dtype that is taken as given.
 
     Returns:
         KernelPlan
     """
     device = torch.device(device)
+    asked = {"dtype": dtype, "kv_dtype": kv_dtype, "river_kernel": river}
+    pinned = tuple(name for name, value in asked.items() if value != "auto")
     reasons, measured = [], {}
     if dtype == "auto" and device.type == "cuda":
         dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -316,8 +321,11 @@ def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4,
     else:
         many = dtype
         reasons.append(f"{_short(dtype)}: asked for")
-    kv_dtype = dtype
-    if device.type == "cpu" and dtype == torch.float16:
+    if kv_dtype != "auto":
+        reasons.append(f"KV cache in {_short(kv_dtype)}: asked for")
+    elif device.type != "cpu" or dtype != torch.float16:
+        kv_dtype = dtype
+    else:
         for candidate in (torch.float16, torch.bfloat16):
             measured[f"attention {_short(candidate)}"] = _time_attention(candidate)
         half, brain = measured["attention fp16"], measured["attention bf16"]
@@ -333,7 +341,7 @@ def choose_kernels(device, hidden_size, intermediate_size, dtype="auto", bits=4,
         reasons.append(f"river {river}: asked for")
     if bits == 8 and river == "int8":
         group_size = None
-    return KernelPlan(device, dtype, many, kv_dtype, river, bits, group_size, tuple(reasons), measured)
+    return KernelPlan(device, dtype, many, kv_dtype, river, bits, group_size, tuple(reasons), measured, pinned=pinned)
 
 
 def _choose_river(device, shape, dtype, bits, group_size, exact, measured):

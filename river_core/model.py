@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from river_core.decoder import Blocks, Decoder, DecoderConfig, check_supported, rms_norm
 from river_core.errors import InputError, LoadError
 from river_core.graphs import CudaCapture, GraphStack, Workspaces
 from river_core.kernels import Dense, Int4, KernelPlan, choose_kernels, time_on_one_core
-from river_core.kv_cache import BACKBONE, RIVER
+from river_core.kv_cache import BACKBONE, RIVER, KVCache
 from river_core.loading import available_memory, cache_dir, load_checkpoint
 from river_core.native import NATIVE
+from river_core.native.isa import wanted_isa
 from river_core.offload import check_offload, make_offload, trim_heap
 from river_core.river import River
 from river_core.screening import Screen
@@ -26,6 +28,9 @@ DEFAULT_MODEL_TAUS = {"fast": 0.95, "balanced": 0.97, "careful": 0.98}
 PAPER_TAUS = {"fast": 0.5, "balanced": 0.7}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+PRODUCTS = {"ours": "ours", "aten": "ATen's"}  # of compiled layers: as `load` takes them, and as they are called in reports
+PROMPT = 64  # positions over which other code is compared with the plain layers before it is used, and
+COMPARED = 4  # layers: enough for attention in several chunks, few enough that rounding has not grown yet
 
 
 @dataclass
@@ -52,7 +57,10 @@ class Model:
     head_reason: str = ""
     products: dict[str, str] = dataclasses.field(default_factory=dict)  # of compiled layers, by stack: "ours" or "ATen's"
     product_reasons: list[str] = dataclasses.field(default_factory=list)
-    screens: bool = False  # the LM head of greedy lanes may be screened, if compiled code is in use and that is faster
+    screens: bool | str = (
+        False  # with compiled code, the LM head of greedy lanes is screened: always, never, or ("auto") where that is faster
+    )
+    products_wanted: str = "auto"  # "ours" or "aten": asked for instead of measured
 
     def compile(self, wait: bool = False) -> bool:
         """Swap in compiled layers once they are ready (on a CPU, see `river_core.native`) or captured ones (on a GPU, see `river_core.graphs`); asked between runs.
@@ -63,8 +71,13 @@ class Model:
         """
         if self.compiled is None and self.plan.device.type == "cuda":
             self.capture_layers(lambda: CudaCapture(self.plan.device))
-        elif self.compiled is None and (NATIVE.wait() if wait else NATIVE.state == "ready"):
-            self.compiled = self._attach(self._compiled, "Compiled")
+        elif self.compiled is None:
+            ready = NATIVE.wait() if wait else NATIVE.state == "ready"
+            if NATIVE.wrong:
+                self.compiled = False
+                self.notes.append(NATIVE.wrong)
+            elif ready:
+                self.compiled = self._attach(self._compiled, "Compiled")
             if self.compiled:
                 self.decoder.lookup = torch.ops.river_native.embed.default
                 if self.screens:
@@ -83,7 +96,7 @@ class Model:
 
             def captured(blocks):
                 stack = GraphStack(decoder, blocks, capture, measures=blocks is decoder.blocks)
-                return blocks, stack, lambda: stack
+                return blocks, stack, _bound(blocks, False, self.plan.kv_dtype), lambda: stack
 
             self.compiled = self._attach(captured, "Captured")
         except RuntimeError as error:
@@ -119,12 +132,17 @@ class Model:
         self.decoder.workspaces = None
 
     def _screen_head(self) -> None:
-        """Screen the LM head if that is faster here; in float32, the exact mode, never."""
+        """Screen the LM head if that is asked for or faster here; in float32, the exact mode, only if it is asked for."""
         head, device = self.decoder.lm_head, self.plan.device
-        if not isinstance(head, Dense) or head.bias is not None or device.type != "cpu" or head.dtype == torch.float32:
+        if not isinstance(head, Dense) or head.bias is not None or device.type != "cpu":
+            return
+        if self.screens == "auto" and head.dtype == torch.float32:
             return
         screen = Screen(head.weight)
         head.ours = True  # the full head multiplies as the screened one does, so that a token cannot hang on which of them ran
+        if self.screens is True:
+            self.decoder.screen, self.head_reason = screen, "LM head of greedy lanes: screened in 8 bits, asked for"
+            return
         # A state that the model makes: on noise hardly any row could be ruled out.
         with torch.inference_mode():
             hidden = self.decoder.forward([0], 0, self.decoder.new_cache(1))
@@ -136,55 +154,80 @@ class Model:
             self.decoder.screen = screen
 
     def _attach(self, choose, kind: str) -> bool:
-        """Give both stacks of blocks other code, if a few steps with it agree with the plain ones.
+        """Give both stacks of blocks other code, if what it makes of a prompt agrees with the plain ones.
 
         Args:
-            choose: (blocks) -> some of them for the comparison, the code for those, and a callable that makes the code for all; None = it cannot run them.
+            choose: (blocks) -> some of them for the comparison, the code for those, the distance that it may have, and a callable that makes the code for all;
+                None = it cannot run them.
             kind: for the note that says that they did not agree.
         """
+        makers = []
         for blocks, owner in zip(self._stacked, (BACKBONE, RIVER), strict=True):
             chosen = choose(blocks)
             if chosen is None:
                 continue
-            some, stack, for_all = chosen
+            some, stack, bound, for_all = chosen
             with torch.inference_mode():
-                plain, other = (self._steps(some, owner, code) for code in (None, stack))
-            apart = float((plain - other).norm() / plain.norm())
-            if not apart < (1e-3 if self.plan.dtype == torch.float32 and owner == BACKBONE else 0.05):
-                self.notes.append(f"{kind} layers were {apart:.1e} away from the plain ones and are not used.")
-                self._detach()
+                apart = self._apart(some, owner, stack)
+            if not apart < bound:
+                self.notes.append(f"{kind} layers were {apart:.1e} away from the plain ones, more than {bound:.0e}, and are not used.")
                 return False
+            makers.append((blocks, for_all))
+        for blocks, for_all in makers:
             blocks.stack = for_all()
-        return any(blocks.stack is not None for blocks in self._stacked)
+        return bool(makers)
 
-    def _steps(self, blocks, owner, code, steps: int = 2):
-        """The last states of a few steps over `blocks` run by `code`, [steps, d]."""
-        decoder, cache, states = self.decoder, self.decoder.new_cache(steps), []
+    def _apart(self, blocks, owner, code) -> float:
+        """How far the states that `code` makes of a prompt, position by position, are from those of the plain layers with exact products: the distance of the
+        row that is farthest off, relative to its length."""
+        decoder, last = self.decoder, min(COMPARED, len(blocks))
+        # Some kinds of rope turn a position otherwise once the text is longer than this.
+        longest = decoder.rope.parameters.get("original_max_position_embeddings") or PROMPT
+        count = min(PROMPT, self.context_length, longest)
+        ids = [(7 + 31 * i) % self.config.vocab_size for i in range(count)]
+        exact = [
+            dataclasses.replace(block, **{name: _Exact(getattr(block, name)) for name in ("qkv", "o", "gate_up", "down")})
+            for block in blocks[:last]
+        ]
+        cache = _RoundedCache(self.config, count, self.plan.kv_dtype, decoder.device)
+        plain = decoder.run_blocks(exact, 0, last, decoder.embed(ids), decoder.rows(0, count, cache), cache, owner)[-1]
+        cache, states = decoder.new_cache(count), []
         blocks.stack = code
-        for position in range(steps):
-            rows, hidden = decoder.rows(position, 1, cache), decoder.embed([position])
-            states.append(decoder.run_blocks(blocks, 0, len(blocks), hidden, rows, cache, owner)[-1])
-        blocks.stack = None
-        return torch.cat(states)
+        try:
+            for position, token in enumerate(ids):
+                rows, hidden = decoder.rows(position, 1, cache), decoder.embed([token])
+                states.append(decoder.run_blocks(blocks, 0, last, hidden, rows, cache, owner)[-1])
+        finally:
+            blocks.stack = None
+        return float(((torch.cat(states) - plain).norm(dim=1) / plain.norm(dim=1)).max())
 
     def _compiled(self, blocks):
         """Compiled code for `_attach`, with the faster kind of products on this machine."""
         some = Blocks(blocks[: max(1, min(_from_memory(blocks), blocks.resident))])
-        stacks = {kind: NATIVE.stack(self.decoder, some, kind == "ours") for kind in ("ours", "ATen's")}
-        took = {kind: _products_us(stack, len(some)) for kind, stack in stacks.items() if stack is not None}
-        if not took:
+        kinds = PRODUCTS.values() if self.products_wanted == "auto" else (PRODUCTS[self.products_wanted],)
+        stacks = {kind: stack for kind in kinds if (stack := NATIVE.stack(self.decoder, some, kind == "ours")) is not None}
+        name = "backbone" if blocks is self.decoder.blocks else "river"
+        if not stacks:
+            if self.products_wanted != "auto":
+                self.product_reasons.append(
+                    f"{name} products: {kinds[0]} were asked for and cannot multiply these weights; layers run operation by operation"
+                )
             return None
-        kind = min(took, key=took.get)
+        if self.products_wanted == "auto":
+            took = {kind: _products_us(stack, len(some)) for kind, stack in stacks.items()}
+            kind = min(took, key=took.get)
+            reason = f"{name} products: {kind}; a layer takes {_table_us(took)}, on one core"
+        else:
+            (kind,), reason = stacks, f"{name} products: {kinds[0]}, asked for"
 
         def for_all():
-            name = "backbone" if blocks is self.decoder.blocks else "river"
             self.products[name] = kind
-            self.product_reasons.append(f"{name} products: {kind}; a layer takes {_table_us(took)}, on one core")
+            self.product_reasons.append(reason)
             if kind == "ours":
                 self._adopt(blocks)
             return NATIVE.stack(self.decoder, blocks, kind == "ours")
 
-        return some, stacks[kind], for_all
+        return some, stacks[kind], _bound(blocks, kind == "ours", self.plan.kv_dtype), for_all
 
     def _adopt(self, blocks):
         for block in blocks:
@@ -259,6 +302,8 @@ class Model:
             "layers": "operation by operation" if not self.compiled else "captured as CUDA graphs" if self.captured else "compiled",
             "products": dict(self.products),
             "river_kernel": plan.river,
+            "native": {"state": NATIVE.state, "isa": NATIVE.isa, "compiler": NATIVE.compiler},
+            "pinned": self.pinned,
             "river_products": dict(kinds),
             "quantiser": self.quantiser(),
             "reasons": [
@@ -282,8 +327,20 @@ class Model:
         """Whether layers are captured (on a GPU), rather than compiled."""
         return isinstance(self.decoder.blocks.stack, GraphStack)
 
+    @property
+    def pinned(self) -> list[str]:
+        """What was asked for by an option or by the environment; the rest of what `describe` reports was measured, or follows from the machine."""
+        asked = {
+            **dict.fromkeys(self.plan.pinned, True),
+            "products": self.products_wanted != "auto",
+            "head": self.screens != "auto",
+            "layers": self.compiled is False and NATIVE.state == "off",
+            "isa": self.plan.device.type == "cpu" and wanted_isa() != "auto",
+        }
+        return [name for name, by_someone in asked.items() if by_someone]
+
     def _layers_reason(self) -> str:
-        if self.compiled is False:
+        if self.compiled is False and NATIVE.state != "failed":
             return "Compiled layers are switched off."
         if self.captured:
             return "Runs of layers of one row are captured as CUDA graphs."
@@ -301,21 +358,28 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     bits: int = 4,
     group_size: int = 64,
     threads: int | None = None,
     river_kernel: str = "auto",
     compiled: bool = True,
-    screen_head: bool = True,
+    products: str = "auto",
+    screen_head: bool | str = "auto",
     offload_after: int | None = None,
     progress=None,
 ) -> Model:
     """Load a model, quantise its river, and choose kernels for this machine.
 
+    What is "auto" is chosen by short measurements, so two starts may choose differently, and their numbers differ in their last bits then; `Model.describe` says
+    what was chosen and why. A run that is to be repeated exactly names dtype, kv_dtype, river_kernel, products and screen_head, and the number of threads; on another
+    processor the environment variable RIVER_ISA too (see `river_core.native.isa`).
+
     Args:
         name: None = the packaged default model; a hub id, a local folder, or a .gguf file otherwise.
         device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1", "mps".
         dtype: "auto" measures; "float16", "bfloat16" or "float32" (exact mode, where the river multiplies dequantised float32 weights).
+        kv_dtype: of the KV cache; "auto" is that of `dtype`, or measured where that is float16 on a CPU.
         bits: of the river, 4 (default) or 8.
         group_size: inputs of one row that share a scale: 32, 64 (default) or 128. The largest that divides the model's sizes is taken where
             it does not, with a note.
@@ -323,7 +387,9 @@ def load(
         river_kernel: "auto" measures; "int4", "int8", "dequantised".
         compiled: on a CPU, compile the layers in the background where there is a compiler, and use them from the first run after that; on an NVIDIA GPU, capture them as
             CUDA graphs.
-        screen_head: with compiled code, find the greedy token by 8-bit scores and exact rows (see `screening`) where that is faster.
+        products: of compiled layers on a CPU: "ours" (this project's loops), "aten" (PyTorch's kernels), or "auto", which measures.
+        screen_head: with compiled code on a CPU, find the greedy token by 8-bit scores and exact rows (see `screening`): True, False, or "auto", where that is
+            faster.
         offload_after: keep only the first so many backbone layers in memory, and bring the others back for tokens that need them (see `offload`); None
             and the number of layers: all stay.
         progress: callable (stage, fraction or None, message); stages "download", "convert", "weights", "kernels", "river", "ready".
@@ -336,13 +402,19 @@ def load(
         InputError: an option that is not one of the above.
     """
     report = progress or (lambda stage, fraction, message: None)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise InputError(f"dtype must be auto, float16, bfloat16 or float32, not {dtype!r}.")
+    for option, value in (("dtype", dtype), ("kv_dtype", kv_dtype)):
+        if value != "auto" and value not in DTYPES:
+            raise InputError(f"{option} must be auto, float16, bfloat16 or float32, not {value!r}.")
+    if products not in ("auto", *PRODUCTS):
+        raise InputError(f"products must be auto, ours or aten, not {products!r}.")
+    if screen_head not in (True, False, "auto"):
+        raise InputError(f"screen_head must be auto, True or False, not {screen_head!r}.")
     if bits not in (4, 8) or group_size not in (32, 64, 128):
         raise InputError(f"The river takes 4 or 8 bits and groups of 32, 64 or 128, not {bits} bits in groups of {group_size}.")
     if river_kernel not in ("auto", "int4", "int8", "dequantised"):
         raise InputError(f"river_kernel must be auto, int4, int8 or dequantised, not {river_kernel!r}.")
     target = resolve_device(device)
+    wanted_isa()
     set_threads(threads)
     seconds: dict[str, float] = {}
     clock = _StageClock(seconds)
@@ -362,8 +434,8 @@ def load(
         group_size = fitting[0]
 
     report("kernels", None, "measuring kernels on this machine")
-    wanted = "auto" if dtype == "auto" else DTYPES[dtype]
-    plan = choose_kernels(target, config.hidden_size, config.intermediate_size, wanted, bits, group_size, river=river_kernel)
+    wanted, wanted_kv = (value if value == "auto" else DTYPES[value] for value in (dtype, kv_dtype))
+    plan = choose_kernels(target, config.hidden_size, config.intermediate_size, wanted, bits, group_size, river_kernel, wanted_kv)
     # Prompts, recomputation and verification multiply many rows in a dtype of their own. Where memory is plentiful the weights are cast once.
     size = sum(tensor.numel() for tensor in checkpoint.weights.values()) * plan.many_dtype.itemsize
     available = available_memory()
@@ -372,9 +444,8 @@ def load(
     decoder = _build_decoder(checkpoint, plan, report, offload_after)
     if not _finite(decoder) and dtype == "auto" and plan.dtype == torch.float16:
         reason = "decode in bf16: this model's activations overflow fp16"
-        plan = dataclasses.replace(
-            plan, dtype=torch.bfloat16, many_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, reasons=(reason, *plan.reasons[1:])
-        )
+        kv = torch.bfloat16 if kv_dtype == "auto" else plan.kv_dtype
+        plan = dataclasses.replace(plan, dtype=torch.bfloat16, many_dtype=torch.bfloat16, kv_dtype=kv, reasons=(reason, *plan.reasons[1:]))
         decoder = _build_decoder(checkpoint, plan, report, offload_after)
     clock.done("backbone")
     # Codes are kept from one start to the next only where it is certain what they are codes of.
@@ -403,12 +474,48 @@ def load(
         load_seconds=seconds,
         compiled=None if compiled and target.type in ("cpu", "cuda") else False,
         screens=screen_head,
+        products_wanted=products,
     )
 
 
 def _from_memory(blocks) -> int:
     """How many blocks it takes until their weights cannot all sit in a cache; two at least."""
     return min(len(blocks), max(2, int(96e6 // blocks[0].nbytes) + 1))
+
+
+class _Exact:
+    """A product with the weights of another, multiplied in float32."""
+
+    dtype = torch.float32
+
+    def __init__(self, product):
+        self.product = product
+
+    def __call__(self, x):
+        return F.linear(x.to(torch.float32), self.product.dense_weight(torch.float32), self.product.bias)
+
+
+class _RoundedCache(KVCache):
+    """Keys and values rounded to `dtype`, as any cache of that dtype holds them, and kept in float32, so that attention over them is exact."""
+
+    def __init__(self, config, capacity, dtype, device):
+        super().__init__(config, capacity, torch.float32, device)
+        self.dtype = dtype
+
+    def write(self, layer, slots, keys_values, owner):
+        super().write(layer, slots, keys_values.to(self.dtype), owner)
+
+
+def _bound(blocks, ours: bool, kv_dtype: torch.dtype) -> float:
+    """How far states may be from those of exact products over a cache of the same dtype, relative to their length, after `COMPARED` layers.
+
+    This project's products read inputs of 16 bits or more and sum in floats: some 1e-4. That little may round a key or value to the other side, a unit of the cache's
+    dtype. Other products round inputs and outputs to their own dtype: some units of it. What attention makes of a wrong exponential is a hundred times as much.
+    """
+    unit = torch.finfo(kv_dtype).eps
+    if not ours:
+        unit = 4 * max(unit, *(torch.finfo(getattr(blocks[0], name).dtype).eps for name in ("qkv", "o", "gate_up", "down")))
+    return max(1e-3, unit)
 
 
 def _products_us(stack, layers: int) -> float:

@@ -31,6 +31,7 @@ class Screen:
             self.errors[rows] = (part - codes * scales[:, None]).norm(dim=1)
             self.norms[rows] = part.norm(dim=1) + self.errors[rows]
             self.sums[rows] = codes.sum(1)
+        self.finite = bool(self.norms.isfinite().all())  # else the bounds say nothing, and the full head must show what is wrong
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -42,11 +43,13 @@ class Screen:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def __call__(self, hidden_state: torch.Tensor, norm: torch.Tensor, eps: float) -> "Largest | None":
-        """The largest logit of one state, or None if too many rows may have it.
+        """The largest logit of one state, or None if too many rows may have it, or if the state or the head holds what is not finite.
 
         Args:
             hidden_state: [1, d] float32, the last block's output. norm, eps: the final norm's weights [d] float32 and its epsilon.
         """
+        if not self.finite:
+            return None
         token, rows, exact = torch.ops.river_native.screen.default(hidden_state, norm, eps, *self.tensors, self.weight, MOST)
         return None if token < 0 else Largest(token, rows, exact)
 

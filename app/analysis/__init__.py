@@ -18,8 +18,9 @@ from typing import Any
 import gradio as gr
 
 from app import export, stage
-from app.model_host import is_sentence
-from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
+from app.desk import Desk
+from app.limits import Limits, address_of
+from app.runs import Runs
 
 HERE = Path(__file__).parent
 PLOTLY = Path(find_spec("plotly").origin).parent / "package_data" / "plotly.min.js"
@@ -53,8 +54,9 @@ TABLE_COLUMNS = [
 ]
 
 
-def build(runs: Runs) -> None:
-    """The content of the tab; called where it belongs, inside its gr.Tab."""
+def build(runs: Runs, desk: Desk | None = None) -> None:
+    """The content of the tab; called where it belongs, inside its gr.Tab. `desk` answers its questions."""
+    desk = desk or Desk(runs.limits.questions)
 
     # Functions that the tab's script calls by itself; Gradio always hands them one argument.
     def charts(wanted: dict[str, Any]) -> dict[str, Any]:
@@ -62,13 +64,14 @@ def build(runs: Runs) -> None:
         from app.charts import figures
 
         trace = _trace(runs, wanted)
-        return {"charts": figures(trace, int(wanted.get("columns") or 3))} if trace else {"error": GONE}
+        columns = wanted.get("columns")
+        return {"charts": figures(trace, columns if columns in (1, 2, 3) else 3)} if trace else {"error": GONE}
 
     def table_csv(wanted: dict[str, Any]) -> dict[str, str]:
         """{name, text} of the table of all tokens, or {error}: the file that the stage saves too."""
         return export.download(runs, {"id": wanted.get("id"), "kind": "csv"})
 
-    def sweep_start(_: Any = None) -> dict[str, Any]:
+    async def sweep_start(_: Any = None) -> dict[str, Any]:
         """What the controls of a sweep begin with: {methods: [[name, label], ...], taus: text}."""
         presets = sorted(runs.presets().values())
         return {"methods": [list(item) for item in SWEEP_METHODS.items()], "taus": ", ".join(f"{tau:g}" for tau in default_taus(presets))}
@@ -79,16 +82,12 @@ def build(runs: Runs) -> None:
 
         try:
             other = runs.open_file(base64.b64decode(wanted["file"], validate=True))[0] if "file" in wanted else wanted.get("b")
-        except (binascii.Error, TypeError):
+        except (binascii.Error, TypeError, ValueError):
             return {"error": "The file did not arrive whole. Open it again."}
-        except Exception as error:
-            if not is_sentence(error):
-                raise
-            return {"error": str(error)}
         a, b = runs.trace(str(wanted.get("a"))), runs.trace(str(other))
         return {"diff": diff(a, b), "id": other} if a and b else {"error": GONE}
 
-    def recordings(_: Any = None) -> list[list[str]]:
+    async def recordings(_: Any = None) -> list[list[str]]:
         """[id, title] of every recording."""
         return [[f"recording:{slug}", recording.title] for slug, recording in runs.recordings.items()]
 
@@ -103,9 +102,9 @@ def build(runs: Runs) -> None:
         "",
         html_template='<div class="analysis"></div>',
         js_on_load=script(),
-        server_functions=[charts, table_csv, sweep_start, compare_with, recordings, saved_result],
+        server_functions=[*map(desk.asked, [charts, table_csv, compare_with, saved_result]), sweep_start, recordings],
         plotly=f"gradio_api/file={PLOTLY}",
-        limits={"sent": UPLOAD_BYTES, "unpacked": UNPACKED_BYTES, "result": RESULT_BYTES},
+        limits={"sent": runs.limits.sent, "unpacked": runs.limits.unpacked, "result": RESULT_BYTES},
         apply_default_css=False,
         elem_id="analysis",
     )
@@ -120,24 +119,28 @@ def build(runs: Runs) -> None:
         elem_id="analysis-table",
     )
 
-    def tokens(event: gr.EventData):
-        """The rows of one lane, or of all."""
+    def rows_of(wanted: dict[str, Any]):
+        """The rows of one lane, or of all; or {error}."""
         from app.charts import token_table
 
-        trace = _trace(runs, event._data)
+        trace = _trace(runs, wanted)
         if trace is None:
-            raise gr.Error(GONE)
+            return {"error": GONE}
         rows = token_table(trace)
-        lane = event._data.get("lane")
+        lane = wanted.get("lane")
         rows = rows[rows["lane"] == lane] if lane else rows
         return rows[[name for name in TABLE_COLUMNS if name in rows]]
 
+    async def tokens(event: gr.EventData):
+        rows = await desk.answer(rows_of, event._data)
+        if isinstance(rows, dict):
+            raise gr.Error(rows["error"], print_exception=False)
+        return rows
+
     async def sweep(event: gr.EventData, request: gr.Request) -> AsyncIterator[str]:
         session = request.session_hash or ""
-        try:
-            run = runs.start(session, None, sweep_job(runs, event._data))
-        except ValueError as error:
-            run = runs.refuse(session, str(error))
+        job = await desk.answer(_sweep_or_sentence, runs, event._data)
+        run = runs.refuse(session, job["error"]) if isinstance(job, dict) else runs.start(session, None, job, address=address_of(request))
         async with aclosing(runs.stream(run)) as messages:
             async for message in messages:
                 yield message
@@ -146,14 +149,23 @@ def build(runs: Runs) -> None:
         runs.stop_session(request.session_hash or "")
 
     private = {"show_progress": "hidden", "api_visibility": "private"}
-    # In the queue, one after another: a lane that is chosen while the table is still filling comes after the one before it, and is not dropped.
-    panel.tokens(tokens, None, table, trigger_mode="multiple", concurrency_limit=1, **private)
+    # Past Gradio's queue, which has one length for everything and refuses runs when it is full. The desk answers in the order of the questions: a lane that is
+    # chosen while the table is still filling comes after the one before it, and is not dropped.
+    panel.tokens(tokens, None, table, trigger_mode="multiple", queue=False, **private)
     panel.sweep(sweep, None, panel, trigger_mode="once", concurrency_limit=None, **private)
     panel.sweep_stop(stop, None, None, queue=False, **private)
 
 
 def _trace(runs: Runs, wanted: dict[str, Any]):
     return runs.trace(str(wanted.get("id")))
+
+
+def _sweep_or_sentence(runs: Runs, wanted: Any) -> Any:
+    """A sweep's job, or {error}: what the desk hands back."""
+    try:
+        return sweep_job(runs, wanted)
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def default_taus(presets: list[float]) -> list[float]:
@@ -173,18 +185,32 @@ def sweep_job(runs: Runs, wanted: dict[str, Any]):
     Raises:
         ValueError: with one sentence, if a control holds something that cannot be used.
     """
-    trace = _trace(runs, wanted)
+    trace = _trace(runs, wanted) if isinstance(wanted, dict) else None
+    if not isinstance(wanted, dict):
+        raise ValueError(NOTHING)
     if trace is None:
         raise ValueError(GONE if wanted.get("id") else NOTHING)
-    methods = [name for name in SWEEP_METHODS if name in (wanted.get("methods") or [])]
+    asked = wanted.get("methods")
+    methods = [name for name in SWEEP_METHODS if isinstance(asked, list) and name in asked]
     if not methods:
         raise ValueError("No method is ticked. Tick River, for example.")
     try:
         tokens, repeats = int(wanted.get("tokens")), int(wanted.get("repeats"))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError("Tokens and repeats must be whole numbers, such as 48 and 3.") from None
+    limits: Limits = runs.limits
+    if not 1 <= tokens <= limits.tokens:
+        raise ValueError(f"Tokens can be 1 to {limits.tokens:,} here, not {tokens:,}.")
     if not SWEEP_REPEATS[0] <= repeats <= SWEEP_REPEATS[1]:
         raise ValueError(f"Repeats can be {SWEEP_REPEATS[0]} to {SWEEP_REPEATS[1]} here; `python -m river_core sweep` takes more.")
+    thresholds = len(str(wanted.get("taus") or "").replace(",", " ").replace(";", " ").split())
+    work = (1 + len(methods) * max(thresholds, 1)) * tokens * repeats
+    if work > limits.sweep:
+        raise ValueError(
+            f"This sweep would make up to {work:,} tokens (lanes x tokens x repeats), and at most {limits.sweep:,} are made here. Take fewer of one of them."
+        )
+    if len(trace.header["prompt"]) > limits.prompt:
+        raise ValueError(f"The prompt has {len(trace.header['prompt']):,} characters, and at most {limits.prompt:,} are read here.")
     prompt, chat, text = trace.header["prompt"], bool(trace.header.get("chat", True)), str(wanted.get("taus") or "")
 
     def job(model: Any, stop) -> Iterator[dict[str, Any]]:

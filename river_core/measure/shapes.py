@@ -124,12 +124,14 @@ def shaped_model(
     *,
     device="auto",
     dtype="auto",
+    kv_dtype="auto",
     bits=4,
     group_size=64,
     threads=None,
     river_kernel="auto",
     compiled=True,
-    screen_head=True,
+    products="auto",
+    screen_head="auto",
     offload_after=None,
     progress=None,
 ) -> Model:
@@ -147,9 +149,8 @@ def shaped_model(
     target = resolve_device(device)
     set_threads(threads)
     config = SHAPES[shape]()
-    plan = choose_kernels(
-        target, config.hidden_size, config.intermediate_size, "auto" if dtype == "auto" else DTYPES[dtype], bits, group_size, river_kernel
-    )
+    wanted, wanted_kv = (value if value == "auto" else DTYPES[value] for value in (dtype, kv_dtype))
+    plan = choose_kernels(target, config.hidden_size, config.intermediate_size, wanted, bits, group_size, river_kernel, wanted_kv)
     offload = make_offload(offload_after, config.num_hidden_layers, target, offload_folder())
     needed = bytes_needed(config, plan.dtype.itemsize, offload.after if offload else None)
     available = available_memory()
@@ -166,4 +167,5 @@ def shaped_model(
         NATIVE.start(cache_dir() / "native")
     model = Model(f"{shape} (random weights)", "random", decoder, river, byte_tokenizer(), frozenset(), notes=offload_notes(decoder))
     model.compiled, model.screens = (None if compiled and target.type in ("cpu", "cuda") else False), screen_head
+    model.products_wanted = products
     return model

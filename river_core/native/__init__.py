@@ -1,62 +1,95 @@
 """Compiled code for one row: products that stream their weights (`products.h`), attention (`attention.h`), runs of decoder layers made of them without a Python
 call for every small operation (`layers.h`), and the screening of the LM head (`screen.h`).
 
-The library is compiled once per machine and PyTorch version, in a process of its own and at low priority, while decoding goes on in Python; it is kept in
-the cache folder. Without a compiler, or if it fails, everything stays as it was.
+The library is compiled once per machine and PyTorch version, in a process of its own and at low priority, while decoding goes on in Python (`build.py`); it is
+kept in the cache folder. Without a compiler, or if it fails, everything stays as it was. RIVER_ISA says for which instructions it is compiled (`isa.py`).
 """
 
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
 
-from river_core.files import appears_whole
 from river_core.kernels import Dense, Int4
+from river_core.native.build import BUSY, failure_of, lock_of
+from river_core.native.check import wrong_operation
+from river_core.native.isa import machine_flags, processor, wanted_isa
 
 SOURCE = Path(__file__).parent / "library.cpp"
-# Not -ffast-math: linked into a library it would make the whole process flush denormal numbers to zero.
-FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
+# Neither -ffast-math nor any part of it that reorders sums: linked into a library the whole would make the process flush denormal numbers to
+# zero, and a compiler that may reorder takes (x + c) - c, by which a number is rounded, for x.
+FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+RETRY = 86400  # seconds after which a compiler that failed is tried again
 
 
 class Native:
     """The compiled library of this process.
 
-    state: "off", "building", "ready" or "failed". reason: one sentence.
+    state: "off", "building", "ready" or "failed". reason: one sentence. isa: "avx512", "avx2" or "generic", what a library that is ready was compiled for.
+    file: that library. compiler: its path, where one was found. wrong: a sentence if an operation of the library is not what it should be; it is not used then.
     """
 
     def __init__(self):
         self.state, self.reason = "off", "Compiled layers are switched off."
-        self._builder: threading.Thread | None = None
+        self.isa: str | None = None
+        self.file: Path | None = None
+        self.compiler: str | None = None
+        self.wrong: str | None = None
+        self._follower: threading.Thread | None = None
 
     def start(self, folder: Path) -> None:
-        """Load the library from `folder`, or begin to compile it there; returns at once."""
+        """Load the library from `folder`, or begin to compile it there, unless another process does already; returns at once.
+
+        Raises:
+            InputError: RIVER_ISA asks for what there is not.
+        """
         if self.state != "off":
             return
-        compiler = next((path for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (path := shutil.which(name))), None)
+        isa = wanted_isa()
+        compiler = find_compiler()
         if platform.system() == "Windows" or compiler is None:
-            self.state, self.reason = "failed", "There is no C++ compiler here, so layers run operation by operation."
+            self._fail("There is no C++ compiler here, so layers run operation by operation.")
             return
-        command = [compiler, *FLAGS, *_machine_flags(), str(SOURCE), "-o", "{out}", *_paths(), "-ltorch", "-ltorch_cpu", "-lc10"]
+        self.compiler = compiler[0]
+        command = [*compiler, *FLAGS, *machine_flags(isa)]
         sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-        key = hashlib.sha256("\n".join([*sources, *command, torch.__version__, _processor()]).encode()).hexdigest()[:24]
+        key = hashlib.sha256("\n".join([*sources, *command, torch.__version__, processor()]).encode()).hexdigest()[:24]
         library = folder / f"{key}.so"
-        if library.exists():
-            self._load(library)
+        if library.exists() and self._load(library, final=False):
+            return
+        command += [str(SOURCE), "-o", "{out}", *_paths(), "-ltorch", "-ltorch_cpu", "-lc10"]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            library.unlink(missing_ok=True)  # one that cannot be loaded: a damaged disk, or a meddled file
+            lock = lock_of(library)
+            Path(lock.lock_file).touch()
+            known = self._known_failure(library)
+            builder = None if known else _builder(library, command)
+        except OSError as error:
+            self._fail(
+                f"Layers are not compiled, because {folder} cannot be written ({error.strerror or error}); they run operation by operation. "
+                "RIVER_CACHE moves the cache."
+            )
+            return
+        if known:
+            self._fail_to_compile(known)
             return
         self.state, self.reason = "building", "Layers are being compiled; until then they run operation by operation."
-        self._builder = threading.Thread(target=self._build, args=(command, library), name="compiler", daemon=True)
-        self._builder.start()
+        self._follower = threading.Thread(target=self._follow, args=(library, command, builder), name="compiler", daemon=True)
+        self._follower.start()
 
     def wait(self) -> bool:
         """Wait until compiling has ended; whether the library is ready."""
-        if self._builder:
-            self._builder.join()
+        if self._follower:
+            self._follower.join()
         return self.state == "ready"
 
     def stack(self, decoder, blocks, ours: bool):
@@ -90,27 +123,58 @@ class Native:
             made.add(tensors, groups, norms, window or 0, ours)
         return NativeStack(made)
 
-    def _build(self, command, library):
+    def _follow(self, library, command, builder):
+        """Wait for the library, whoever compiles it; if that process is killed, compile it again."""
         try:
-            library.parent.mkdir(parents=True, exist_ok=True)
-            with appears_whole(library) as partial:
-                words = [str(partial) if word == "{out}" else word for word in command]
-                # Only time that nobody else wants: a decoder's threads wait for one another, and one that is held up holds up all.
-                polite = next((tool for tool in (["chrt", "--idle", "0"], ["nice", "-n", "19"]) if shutil.which(tool[0])), [])
-                done = subprocess.run([*polite, *words], capture_output=True, text=True, timeout=600)
-                if done.returncode:
-                    raise OSError(done.stderr.strip().splitlines()[0] if done.stderr.strip() else "the compiler failed")
-            self._load(library)
-        except (OSError, subprocess.SubprocessError) as error:
-            self.state, self.reason = "failed", f"Layers could not be compiled ({str(error)[:200]}); they run operation by operation."
+            for _ in range(3):
+                status = builder.wait()
+                if status == BUSY:
+                    with lock_of(library).acquire(poll_interval=0.2):
+                        pass
+                if library.exists():
+                    self._load(library)
+                    return
+                if known := self._known_failure(library):
+                    self._fail_to_compile(known)
+                    return
+                builder = _builder(library, command)
+            self._fail_to_compile("the compiler was ended again and again")
+        except OSError as error:
+            self._fail_to_compile(str(error))
 
-    def _load(self, library):
+    @staticmethod
+    def _known_failure(library) -> str | None:
+        """Why compiling failed not long ago, if it did."""
+        failure = failure_of(library)
+        try:
+            return failure.read_text() if time.time() - failure.stat().st_mtime < RETRY else None
+        except OSError:
+            return None
+
+    def _fail(self, reason):
+        self.state, self.reason = "failed", reason
+
+    def _fail_to_compile(self, cause):
+        self._fail(f"Layers could not be compiled ({cause[:200]}); they run operation by operation.")
+
+    def _load(self, library, final: bool = True) -> bool:
+        """Load and check the library; whether it could be loaded. final: if not, that is the end of it."""
         try:
             torch.classes.load_library(str(library))
         except (OSError, RuntimeError) as error:
-            self.state, self.reason = "failed", f"The compiled layers could not be loaded ({str(error)[:200]})."
+            if final:
+                self._fail(f"The compiled layers could not be loaded ({str(error)[:200]}); layers run operation by operation.")
+            return False
+        self.isa, self.file = torch.ops.river_native.isa(), library
+        name = wrong_operation()
+        if name:
+            self.wrong = (
+                f"Compiled code is not used: its {name} is not what it should be on this processor. Layers run operation by operation."
+            )
+            self._fail(self.wrong)
         else:
-            self.state, self.reason = "ready", "Layers of one row run in compiled code."
+            self.state, self.reason = "ready", f"Layers of one row run in compiled code ({self.isa})."
+        return True
 
 
 class NativeStack:
@@ -135,11 +199,19 @@ NATIVE = Native()
 """One library a process, as PyTorch registers it once."""
 
 
-def _machine_flags() -> list[str]:
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return ["-mcpu=native"]
-    # The library finds PyTorch's own OpenMP threads by name; a second set of threads would fight with them.
-    return ["-march=native", "-fopenmp"] if sys.platform == "linux" else ["-march=native"]
+def find_compiler() -> list[str] | None:
+    """The command of a C++ compiler: CXX, or the first that is on the PATH."""
+    for words in (shlex.split(os.environ.get("CXX", "")), ["g++"], ["clang++"], ["c++"]):
+        if words and (path := shutil.which(words[0])):
+            return [path, *words[1:]]
+    return None
+
+
+def _builder(library: Path, command: list[str]) -> subprocess.Popen:
+    """A process that compiles, in a session of its own: neither the end of this one nor Ctrl-C in its terminal reaches it."""
+    nothing = subprocess.DEVNULL
+    words = [sys.executable, str(SOURCE.parent / "build.py"), str(library), *command]
+    return subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, cwd=library.parent, start_new_session=True)
 
 
 def _paths() -> list[str]:
@@ -148,16 +220,3 @@ def _paths() -> list[str]:
     if sys.platform == "darwin":
         paths += ["-undefined", "dynamic_lookup"]
     return paths + [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-
-
-def _processor() -> str:
-    """What `-march=native` depends on."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_flags()}"
-
-
-def _cpu_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")

@@ -72,7 +72,7 @@ int64_t weigh_from(int64_t d, const float* weights, int64_t chunk, const T* valu
 }
 
 // One task: H query heads over n keys and values of their key/value head. Leaves their largest scores, sums of exponentials and
-// weighted values; scores: room for [H, chunk].
+// weighted values, none of them a number if a score is not finite; scores: room for [H, chunk].
 template <int H, typename T>
 void few_heads(const float* query, const T* keys, const T* values, int64_t n, int64_t stride, int64_t head_dim, float scale, float* scores,
           int64_t chunk, float* most, float* total, float* sums) {
@@ -80,10 +80,17 @@ void few_heads(const float* query, const T* keys, const T* values, int64_t n, in
   for (int h = 0; h < H; ++h) {
     float* s = scores + h * chunk;
     const float top = lanes::largest(s, n);
-    // Whole vectors: what lies beyond the last key is never read, and the buffer has room for it.
-    for (int64_t i = 0; i < n; i += lanes::N) lanes::store(s + i, lanes::exp(lanes::widen(s + i) - lanes::set(top)));
-    float sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += s[i];
+    auto raise = [&](int64_t i) {
+      const lanes::V e = lanes::exp(lanes::widen(s + i) - lanes::set(top));
+      lanes::store(s + i, e);
+      return e;
+    };
+    lanes::V sums_of = lanes::set(0);
+    int64_t i = 0;
+    for (; i + lanes::N <= n; i += lanes::N) sums_of = sums_of + raise(i);
+    float sum = lanes::sum(sums_of);
+    if (i < n) raise(i);  // a whole vector: what lies beyond the last key is never read, and the buffer has room for it
+    for (; i < n; ++i) sum += s[i];
     most[h] = top, total[h] = sum;
   }
   int64_t d = weigh_from<H, 2>(0, scores, chunk, values, n, stride, head_dim, sums);

@@ -67,13 +67,15 @@ inline float sum(V v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 // Bytes that a stream of weights is fetched ahead. A processor's own prefetcher stops at every page of 4 KB.
 constexpr int64_t AHEAD = 6144;
 
-// Dot product of n weights, which come from memory, and n floats, summed in floats.
-template <typename T>
+// Sums are written out in vectors here, never left to a compiler that may reorder them: one that may also takes (x + c) - c for x.
+
+// Dot product of n weights and n floats, summed in floats. FAR: the weights come from memory.
+template <bool FAR = true, typename T>
 inline float dot(const T* w, const float* x, int64_t n) {
   V a = set(0), b = a, c = a, d = a;
   int64_t i = 0;
   for (; i + 4 * N <= n; i += 4 * N) {
-    for (int64_t line = 0; line < static_cast<int64_t>(4 * N * sizeof(T)); line += 64) {
+    for (int64_t line = 0; FAR && line < static_cast<int64_t>(4 * N * sizeof(T)); line += 64) {
       __builtin_prefetch(reinterpret_cast<const char*>(w + i) + AHEAD + line);
     }
     a = fma(widen(w + i), widen(x + i), a);
@@ -87,32 +89,35 @@ inline float dot(const T* w, const float* x, int64_t n) {
   return sum((a + b) + (c + d)) + rest;
 }
 
-// The largest of n floats, as they are or without their signs.
+// The largest of n floats, as they are or without their signs; no number where one of them is not finite.
 template <bool MAGNITUDE = false>
 inline float largest(const float* x, int64_t n) {
   auto take = [](auto v, auto zero) {
     if constexpr (MAGNITUDE) v = v < zero ? zero - v : v;
     return v;
   };
-  float most = take(x[0], 0.0f), each[N];
+  float most = take(x[0], 0.0f), odd = 0 * x[0], each[N];  // 0 times what is not finite is no number
   int64_t i = 0;
   if (n >= N) {
-    V top = take(widen(x), set(0));
+    V top = take(widen(x), set(0)), odds = set(0) * widen(x);
     for (i = N; i + N <= n; i += N) {
-      const V v = take(widen(x + i), set(0));
-      top = v > top ? v : top;
+      const V in = widen(x + i), v = take(in, set(0));
+      top = v > top ? v : top, odds = fma(in, set(0), odds);
     }
     store(each, top);
     for (float one : each) most = most > one ? most : one;
+    odd += sum(odds);
   }
-  for (; i < n; ++i) most = most > take(x[i], 0.0f) ? most : take(x[i], 0.0f);
-  return most;
+  for (; i < n; ++i) most = most > take(x[i], 0.0f) ? most : take(x[i], 0.0f), odd += 0 * x[i];
+  return most + odd;
 }
 
-// e^x to about two units in the last place; below -87 it is 0 for all that matters here, above 88 as large as floats go.
+// e^x to about two units in the last place; below -87 it is 0 for all that matters here, above 88 as large as floats go. What is no number
+// stays none.
 inline V exp(V x) {
   typedef int32_t Whole __attribute__((vector_size(4 * N)));
   constexpr float magic = 12582912;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+  const V asked = x;
   x = x < set(-87) ? set(-87) : x;
   x = x > set(88) ? set(88) : x;
   const V shifted = fma(x, set(1.44269504f), set(magic)), n = shifted - set(magic);
@@ -120,7 +125,8 @@ inline V exp(V x) {
   V y = set(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) y = fma(y, r, set(c));
   y = fma(y, r * r, r + set(1));
-  return (V)((Whole)y + ((Whole)shifted << 23));
+  y = (V)((Whole)y + ((Whole)shifted << 23));
+  return asked == asked ? y : asked;
 }
 
 }  // namespace lanes

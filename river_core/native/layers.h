@@ -33,7 +33,8 @@ void from_float(const float* in, void* out, at::ScalarType dtype, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       uint32_t bits;
       __builtin_memcpy(&bits, in + i, 4);
-      to[i] = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
+      const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
+      to[i] = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest);  // rounding would carry a NaN into another number
     }
   } else {
     auto* to = static_cast<at::Half*>(out);
@@ -102,23 +103,30 @@ struct Layer {
   std::array<const Product*, 4> products() const { return {&qkv, &o, &gate_up, &down}; }  // in the order of a step
 };
 
-float mean_square(const float* x, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += x[i] * x[i];
-  return sum / n;
+float mean_square(const float* x, int64_t n) { return lanes::dot<false>(x, x, n) / n; }
+
+// 1 / root of the mean square of x; no number where that square is not finite, since 0 would hide it.
+float norm_scale(const float* x, int64_t n, float eps) {
+  const float square = mean_square(x, n);
+  return square < INFINITY ? 1.0f / std::sqrt(square + eps) : NAN;
 }
 
 void rms_norm(const float* x, const float* weight, int64_t n, float eps, std::vector<float>& out) {
-  const float scale = 1.0f / std::sqrt(mean_square(x, n) + eps);
+  const float scale = norm_scale(x, n, eps);
   out.resize(n);
   for (int64_t i = 0; i < n; ++i) out[i] = scale * x[i] * weight[i];
 }
 
 double cosine(const float* a, const float* b, int64_t n) {
-  float ab = 0, aa = 0, bb = 0;
-#pragma omp simd reduction(+ : ab, aa, bb)
-  for (int64_t i = 0; i < n; ++i) ab += a[i] * b[i], aa += a[i] * a[i], bb += b[i] * b[i];
+  lanes::V abs = lanes::set(0), aas = abs, bbs = abs, abs2 = abs, aas2 = abs, bbs2 = abs;  // two of each, as one would wait for itself
+  int64_t i = 0;
+  for (; i + 2 * lanes::N <= n; i += 2 * lanes::N) {
+    const lanes::V x = lanes::widen(a + i), y = lanes::widen(b + i), x2 = lanes::widen(a + i + lanes::N), y2 = lanes::widen(b + i + lanes::N);
+    abs = lanes::fma(x, y, abs), aas = lanes::fma(x, x, aas), bbs = lanes::fma(y, y, bbs);
+    abs2 = lanes::fma(x2, y2, abs2), aas2 = lanes::fma(x2, x2, aas2), bbs2 = lanes::fma(y2, y2, bbs2);
+  }
+  float ab = lanes::sum(abs + abs2), aa = lanes::sum(aas + aas2), bb = lanes::sum(bbs + bbs2);
+  for (; i < n; ++i) ab += a[i] * b[i], aa += a[i] * a[i], bb += b[i] * b[i];
   return ab / std::sqrt(std::max(static_cast<double>(aa) * bb, 1e-30));
 }
 
@@ -128,9 +136,9 @@ void silu_times(const float* gate, const float* up, int64_t n, std::vector<float
   int64_t i = 0;
   for (; i + lanes::N <= n; i += lanes::N) {
     const lanes::V g = lanes::widen(gate + i);
-    lanes::store(out.data() + i, g * lanes::widen(up + i) / (lanes::set(1) + lanes::exp(lanes::set(0) - g)));
+    lanes::store(out.data() + i, g / (lanes::set(1) + lanes::exp(lanes::set(0) - g)) * lanes::widen(up + i));
   }
-  for (; i < n; ++i) out[i] = gate[i] * up[i] / (1 + std::exp(-gate[i]));
+  for (; i < n; ++i) out[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
 }
 
 // One head of a row, head_dim floats, turned to its position; what lies beyond rotary_dim is only scaled.
@@ -250,7 +258,7 @@ struct Stack : torch::CustomClassHolder {
         float* head = y + n * head_dim;
         if (layer.qk_norm.defined() && n < heads + kv_heads) {
           const float* weight = layer.qk_norm.const_data_ptr<float>() + n * head_dim;
-          const float scale = 1.0f / std::sqrt(mean_square(head, head_dim) + static_cast<float>(eps));
+          const float scale = norm_scale(head, head_dim, static_cast<float>(eps));
           for (int64_t i = 0; i < head_dim; ++i) head[i] *= scale * weight[i];
         }
         rotate(head, c + n * head_dim, s + n * head_dim, head_dim, rotary_dim, row + n * head_dim);

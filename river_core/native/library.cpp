@@ -43,6 +43,47 @@ Tensor embed(const Tensor& embedding, int64_t id) {
   return out;
 }
 
+// The small operations one by one, so that each can be checked by itself; the layers call them where they need them.
+
+// float [n] -> [n].
+Tensor exponential(const Tensor& x) {
+  const Tensor in = at::constant_pad_nd(x, {0, lanes::N}), out = at::empty_like(in);
+  for (int64_t i = 0; i < x.size(0); i += lanes::N) {
+    lanes::store(out.data_ptr<float>() + i, lanes::exp(lanes::widen(in.const_data_ptr<float>() + i)));
+  }
+  return out.narrow(0, 0, x.size(0));
+}
+
+// gate, up: float [n] -> silu(gate) up.
+Tensor gated(const Tensor& gate, const Tensor& up) {
+  std::vector<float> out;
+  silu_times(gate.const_data_ptr<float>(), up.const_data_ptr<float>(), gate.numel(), out);
+  return at::tensor(out);
+}
+
+// heads, cos, sin: float [heads, head_dim] -> [heads, head_dim].
+Tensor rotated(const Tensor& heads, const Tensor& cos, const Tensor& sin, int64_t rotary_dim) {
+  Tensor out = at::empty_like(heads);
+  const int64_t d = heads.size(1);
+  for (int64_t n = 0; n < heads.size(0); ++n) {
+    rotate(heads.const_data_ptr<float>() + n * d, cos.const_data_ptr<float>() + n * d, sin.const_data_ptr<float>() + n * d, d, rotary_dim,
+           out.data_ptr<float>() + n * d);
+  }
+  return out;
+}
+
+// a, b: float [n].
+double similarity(const Tensor& a, const Tensor& b) { return cosine(a.const_data_ptr<float>(), b.const_data_ptr<float>(), a.numel()); }
+
+// x: float [n] -> [n] in `dtype`, as keys and values are written.
+Tensor narrowed(const Tensor& x, at::ScalarType dtype) {
+  Tensor out = at::empty_like(x, x.options().dtype(dtype));
+  from_float(x.const_data_ptr<float>(), out.data_ptr(), dtype, x.numel());
+  return out;
+}
+
+std::string isa() { return RIVER_LANES == 16 ? "avx512" : RIVER_LANES == 8 ? "avx2" : "generic"; }
+
 bool has_int4() { return RIVER_LANES >= 8; }
 
 // x [T, K] float, codes and scales as in products.h -> [T, N] float.
@@ -74,4 +115,10 @@ TORCH_LIBRARY(river_native, m) {
   m.def("dense_rows", &dense_rows);
   m.def("int4_rows", &int4_rows);
   m.def("has_int4", &has_int4);
+  m.def("isa", &isa);
+  m.def("exponential", &exponential);
+  m.def("gated", &gated);
+  m.def("rotated", &rotated);
+  m.def("similarity", &similarity);
+  m.def("narrowed", &narrowed);
 }

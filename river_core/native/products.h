@@ -85,7 +85,8 @@ inline I dot4(I sum, I codes, I x) {
 }
 #endif
 
-// One row of inputs in fixed point: x = scale (256 high + low), with the sum of every group.
+// One row of inputs in fixed point: x = scale (256 high + low), with the sum of every group. A group that holds a value which is not finite has
+// no scale that is a number, so every output says so.
 struct Fixed {
   std::vector<int8_t> high, low;
   std::vector<float> scale, sum;
@@ -95,6 +96,11 @@ struct Fixed {
     for (int64_t g = 0; g < k / group; ++g) {
       const float* in = x + g * group;
       const float most = lanes::largest<true>(in, group);
+      if (!(most < INFINITY)) {
+        std::fill_n(high.data() + g * group, group, int8_t{0}), std::fill_n(low.data() + g * group, group, int8_t{0});
+        scale[g] = sum[g] = NAN;
+        continue;
+      }
       const float unit = std::max(most, 1e-30f) / 32512, inverse = 1 / unit;  // 127 * 256: both bytes stay signed
       int32_t total = 0;
       int8_t *h = high.data() + g * group, *l = low.data() + g * group;

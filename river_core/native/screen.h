@@ -26,15 +26,14 @@ struct Unsigned {
   float unit, apart;  // apart: length of the rounding error
 
   Unsigned(const float* x, int64_t k) : high(k), low(k) {
-    float square = 0;
+    std::vector<float> off(k);
     unit = std::max(lanes::largest<true>(x, k), 1e-30f) / 32512;
     for (int64_t i = 0; i < k; ++i) {
       const auto whole = static_cast<int32_t>(std::lrint(x[i] / unit));
-      const float off = x[i] - whole * unit;
-      square += off * off;
+      off[i] = x[i] - whole * unit;
       high[i] = static_cast<uint8_t>((whole + 32768) >> 8), low[i] = static_cast<uint8_t>((whole + 32768) & 255);
     }
-    apart = std::sqrt(square);
+    apart = std::sqrt(lanes::dot<false>(off.data(), off.data(), k));
   }
 };
 
@@ -70,7 +69,7 @@ Tensor head_input(const Tensor& state, const Tensor& norm, double eps, at::Scala
 // By Cauchy-Schwarz |score - exact| <= errors[r] |x| + norms[r] |x's own rounding error|; rounding inside either sum adds less than
 // K 2^-22 norms[r] |x|. most: rows beyond which the full head is the cheaper one.
 // Returns the row of the largest logit, the first of several; the rows that might have held it, ascending; and their exact logits. -1 and
-// nothing if they are too many.
+// nothing if they are too many, or if the state is not finite: only the full head can show what is wrong then.
 std::tuple<int64_t, Tensor, Tensor> screen(const Tensor& state, const Tensor& norm, double eps, const Tensor& codes, const Tensor& scales, const Tensor& errors, const Tensor& norms,
                                   const Tensor& sums, const Tensor& weight, int64_t most) {
   const int64_t rows = codes.size(0), k = codes.size(1);
@@ -79,6 +78,7 @@ std::tuple<int64_t, Tensor, Tensor> screen(const Tensor& state, const Tensor& no
   std::vector<float> wide(k);
   to_float(head_input(state, norm, eps, weight.scalar_type()), wide.data(), k);
   const float *in = wide.data(), length = std::sqrt(k * mean_square(in, k));
+  if (!(length < INFINITY)) return {-1, at::empty({0}, at::kLong), at::empty({0})};
   const auto* c = codes.const_data_ptr<int8_t>();
   const float *s = scales.const_data_ptr<float>(), *e = errors.const_data_ptr<float>();
   const float *n = norms.const_data_ptr<float>(), *total = sums.const_data_ptr<float>();

@@ -182,17 +182,17 @@ def test_two_visitors_wait_for_one_another_and_never_mix(new_tab):
     assert second.page.locator(".text[data-lane=river] .tok").count() <= 8
 
 
-def test_closing_the_tab_frees_the_engine(new_tab, page_server):
+def test_closing_the_tab_frees_the_engine_after_its_time_of_grace(new_tab, page_server):
     tab = new_tab()
     tab.fill("prompt", LONG)
     tab.fill("max-tokens", "1500")
     tab.press("run")
     tab.wait_tokens(3)
     tab.page.close()
-    page_server.wait_idle(within=3)
+    page_server.wait_idle(within=page_server.runs.limits.grace + 3)
 
 
-def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
+def test_after_a_reload_the_page_follows_its_run_and_can_stop_it(new_tab, page_server):
     tab = new_tab()
     tab.fill("prompt", LONG)
     tab.fill("max-tokens", "1500")
@@ -201,6 +201,10 @@ def test_a_reload_ends_the_run_and_shows_what_it_wrote(new_tab, page_server):
     tab.open()
     tab.page.wait_for_selector("#run-tab-button[aria-selected=true]")
     tab.complaints.clear()  # Gradio reports the stream that the reload cut off
+    shown = tab.page.locator(".tok").count()
+    tab.wait_tokens(shown + 6)
+    assert page_server.runs.busy
+    tab.press("stop")
     page_server.wait_idle(within=3)
     tab.wait_state("done")
     assert tab.page.text_content(".prompt-text") == LONG

@@ -62,7 +62,7 @@ def test_generate_json_prints_events(loaded, capsys):
 def test_doctor_says_what_was_chosen_and_why(loaded, capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for expected in ("SmolLM2-135M-Instruct", "device", "dtype", "why", "cache", "threads"):
+    for expected in ("SmolLM2-135M-Instruct", "device", "dtype", "why", "cache", "threads", "native code", "pinned"):
         assert expected in out
 
 
@@ -90,7 +90,23 @@ def test_bad_input_gets_a_sentence_and_status_1(loaded, capsys, arguments, says)
     assert says in captured.err and "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("option", [["--device", "abacus"], ["--dtype", "float12"], ["--bits", "5"], ["--threads", "0"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--device", "abacus"],
+        ["--dtype", "float12"],
+        ["--kv-dtype", "float8"],
+        ["--products", "theirs"],
+        ["--bits", "5"],
+        ["--threads", "0"],
+    ],
+)
 def test_bad_model_options_get_a_sentence(capsys, option):
     assert main(["doctor", *option]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_instructions_that_there_are_not_get_a_sentence(capsys, monkeypatch):
+    monkeypatch.setenv("RIVER_ISA", "sse9")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "error: RIVER_ISA must be auto, avx512, avx2 or generic, not 'sse9'.\n"

@@ -74,3 +74,17 @@ def test_river_leaves_early_on_real_text_and_later_with_a_higher_tau(exact_model
     lanes = Trace.from_events(compare(exact_model, PROMPTS[0], **options)).lanes
     fast, balanced, careful = (lanes[name].mean_depth for name in ("river", "river-2", "river-3"))
     assert 1 < fast < balanced < careful <= 30
+
+
+def test_what_is_pinned_is_used_and_said_in_every_header():
+    from river_core import compare, load
+
+    pins = {"dtype": "float16", "kv_dtype": "bfloat16", "river_kernel": "int4", "products": "aten", "screen_head": True}
+    model = load(**pins)
+    compiled = model.compile(wait=True)
+    header = next(compare(model, PROMPTS[0], ("backbone",), max_new_tokens=1))["header"]
+    assert (header["dtype"], header["kv_dtype"], header["kernels"]["river"]) == ("float16", "bfloat16", "int4")
+    assert {"dtype", "kv_dtype", "river_kernel", "products", "head"} <= set(header["kernels"]["pinned"])
+    assert header["kernels"]["native"]["state"] == ("ready" if compiled else "failed")
+    assert header["kernels"]["loops"] == (dict.fromkeys(("backbone", "river"), "ATen's") if compiled else {})
+    assert header["kernels"]["head"].startswith("screened" if compiled else "full")

@@ -75,14 +75,62 @@ def test_where_no_kernel_fits_a_plain_dequantised_product_is_used():
     assert any("dequantised" in reason for reason in plan.reasons)
 
 
-def test_auto_picks_the_dtypes_that_it_measured_fastest():
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def stopwatch(monkeypatch):
+    """A function that says what the measurements of `choose_kernels` find: microseconds of one row and of 64 rows by dtype, of attention by dtype, of the packed
+    kernel. None: it may not be asked."""
+
+    def read(one=None, many=None, attention=None, packed=None):
+        monkeypatch.setattr("river_core.kernels._time_dense", lambda shape, dtype, rows: (one if rows == 1 else many)[dtype])
+        monkeypatch.setattr("river_core.kernels._time_attention", lambda dtype: attention[dtype])
+        monkeypatch.setattr("river_core.kernels._time_packed", lambda shape, bits, group_size: 0 + packed)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "picked", "picked_many"),
+    [
+        ({HALF: 10, BRAIN: 20, FULL: 30}, {HALF: 9, BRAIN: 3, FULL: 4}, HALF, BRAIN),
+        ({HALF: 30, BRAIN: 20, FULL: 25}, {HALF: 9, BRAIN: 3, FULL: 2}, BRAIN, FULL),
+        ({HALF: 10, BRAIN: 20, FULL: 9}, {HALF: 1, BRAIN: 3, FULL: 2}, HALF, HALF),  # twice the memory has to be worth it
+        ({HALF: 10, BRAIN: 20, FULL: 8}, {HALF: 9, BRAIN: 8, FULL: 7}, FULL, FULL),
+    ],
+)
+def test_auto_picks_the_dtypes_that_it_measured_fastest(stopwatch, one, many, picked, picked_many):
+    stopwatch(one, many, attention={HALF: 1, BRAIN: 2}, packed=1)
     plan = choose_kernels("cpu", 128, 256)
-    names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    for rows, chosen in (("1 row", plan.dtype), ("64 rows", plan.many_dtype)):
-        handicap = {"fp32": 1.2} if rows == "1 row" else {}
-        fastest = min(names, key=lambda name: plan.measured_us[f"{name} {rows}"] * handicap.get(name, 1.0))
-        assert names[fastest] == chosen
-    assert len(plan.reasons) >= 3
+    assert (plan.dtype, plan.many_dtype) == (picked, picked_many) and plan.pinned == ()
+    assert plan.reasons[0].startswith(f"decode in {dict(zip((HALF, BRAIN, FULL), ('fp16', 'bf16', 'fp32'), strict=True))[picked]}")
+
+
+def test_auto_picks_the_cache_and_the_river_that_it_measured_fastest(stopwatch):
+    one = many = {HALF: 10, BRAIN: 20, FULL: 30}
+    for attention, picked in (({HALF: 5, BRAIN: 4}, BRAIN), ({HALF: 4, BRAIN: 5}, HALF), ({HALF: 4, BRAIN: 4}, HALF)):
+        stopwatch(one, many, attention, packed=1)
+        assert choose_kernels("cpu", 128, 256).kv_dtype == picked
+    for packed, picked in ((9, "int4"), (11, "dequantised")):
+        stopwatch(one, many, {HALF: 4, BRAIN: 5}, packed)
+        plan = choose_kernels("cpu", 128, 256)
+        assert plan.river == picked and f"{packed} us" in plan.reasons[-1] and "10 us" in plan.reasons[-1]
+
+
+def test_what_is_asked_for_is_not_measured(stopwatch):
+    stopwatch()  # a measurement would fail
+    for dtype, kv in ((HALF, HALF), (HALF, BRAIN), (HALF, FULL), (BRAIN, HALF), (FULL, BRAIN)):
+        plan = choose_kernels("cpu", 128, 256, dtype, river="int4", kv_dtype=kv)
+        assert (plan.dtype, plan.many_dtype, plan.kv_dtype, plan.river) == (dtype, dtype, kv, "int4")
+        assert plan.pinned == ("dtype", "kv_dtype", "river_kernel") and not plan.measured_us
+        assert all(reason.endswith("asked for") for reason in plan.reasons)
+
+
+def test_the_stopwatch_measures_something():
+    plan = choose_kernels("cpu", 64, 128)
+    rows = [f"{dtype} {count}" for dtype in ("fp16", "bf16", "fp32") for count in ("1 row", "64 rows")]
+    assert all(0 < plan.measured_us[name] < 1e6 for name in rows) and len(plan.reasons) >= 3
 
 
 def test_eight_bits_use_the_int8_kernel_with_one_group_a_row():

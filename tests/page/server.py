@@ -50,5 +50,5 @@ def serve(load, **options) -> Page:
     host = ModelHost(load)
     runs = Runs(host, river_core.compare, **options).open()
     demo = build(host, runs)
-    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **launch_options())
+    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **launch_options(runs.limits))
     return Page(url.rstrip("/"), host, runs, demo)

@@ -156,13 +156,13 @@ def test_stop_frees_the_engine_and_a_new_run_works_at_once(visitor, page_server)
     assert visitor.run(max_tokens=3)[-1]["state"] == "done"
 
 
-def test_a_closed_connection_frees_the_engine(visitor, page_server):
+def test_a_closed_connection_frees_the_engine_after_its_time_of_grace(visitor, page_server):
     visitor.join(max_tokens=2000, prompt="Count from 1 to 1000 in words.")
     messages = visitor.messages()
     tokens_until(messages, 6)
     messages.close()
     visitor.http.close()
-    page_server.wait_idle(within=3)
+    page_server.wait_idle(within=page_server.runs.limits.grace + 3)
 
 
 def test_a_second_visitor_waits_in_line_and_sees_only_his_own_run(page_server):

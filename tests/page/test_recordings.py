@@ -9,13 +9,15 @@ import io
 import json
 import logging
 import shutil
+import time
 
 import pytest
 
 import river_core
+from app.limits import Limits
 from app.model_host import ModelHost
 from app.recordings import FOLDER, read_recordings
-from app.runs import UNPACKED_BYTES, UPLOAD_BYTES, Runs
+from app.runs import Runs
 from river_core import Trace, TraceError
 from tests.page.server import never, serve
 
@@ -41,7 +43,7 @@ def packed(trace) -> bytes:
 
 @pytest.fixture
 def runs():
-    return Runs(ModelHost(never), river_core.compare, keep=3)
+    return Runs(ModelHost(never), river_core.compare)
 
 
 def test_every_bundled_recording_is_a_whole_trace_in_teaching_order():
@@ -155,19 +157,23 @@ def test_numbers_that_json_does_not_have_are_refused(runs, trace):
 
 
 def test_a_bomb_and_a_file_that_is_too_large_are_refused_without_being_unpacked(runs):
-    bomb = gzip.compress(b" " * (UNPACKED_BYTES + 1), mtime=0)
+    bomb = gzip.compress(b" " * (Limits().unpacked + 1), mtime=0)
     assert len(bomb) < 100_000
     with pytest.raises(TraceError, match="unpacks to more than"):
         runs.open_file(bomb)
     with pytest.raises(TraceError, match="larger than 8 MB"):
-        runs.open_file(b"x" * (UPLOAD_BYTES + 1))
+        runs.open_file(b"x" * (Limits().sent + 1))
 
 
-def test_opened_files_are_few_and_do_not_last(trace, packed):
-    runs = Runs(ModelHost(never), river_core.compare, keep=3)
+def test_opened_files_are_bounded_by_bytes_and_do_not_last(trace, packed):
+    runs = Runs(ModelHost(never), river_core.compare, limits=Limits(kept=3 * len(packed) + 100))
     ids = [runs.open_file(packed)[0] for _ in range(4)]
     assert [runs.trace(file_id) is not None for file_id in ids] == [False, True, True, True]
-    short = Runs(ModelHost(never), river_core.compare, ttl_s=0.0)
+    runs.trace(ids[1])  # what is used stays
+    runs.open_file(packed)
+    assert [runs.trace(file_id) is not None for file_id in ids] == [False, True, False, True]
+    short = Runs(ModelHost(never), river_core.compare, limits=Limits(seconds_kept=0.05))
     old, _ = short.open_file(packed)
-    short.open_file(packed)
-    assert short.trace(old) is None
+    assert short.trace(old)
+    time.sleep(0.06)
+    assert short.trace(old) is None and short.shelf.size == 0
