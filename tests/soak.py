@@ -882,8 +882,9 @@ def measure(model: Path | None, visitors: int, runs: int, seed: int, seconds: fl
     }
 
 
-WANTED_LIMITS = {"--most-waiting": "16", "--most-waiting-each": "16", "--most-calls-each": "64", "--grace": "1"}
-"""All visitors come from one address, a full line is part of the soak, and a run whose page has gone must not hold up the others for long."""
+WANTED_LIMITS = {"--most-waiting": "16", "--most-waiting-each": "16", "--most-calls-each": "64", "--grace": "1", "--keep-mb": "8"}
+"""All visitors come from one address, a full line is part of the soak, a run whose page has gone must not hold up the others for long, and what is kept of finished
+runs has reached its bound before memory is first looked at."""
 
 
 def limits() -> tuple[str, ...]:
