@@ -1,6 +1,7 @@
 """Recordings: real runs, kept as traces with a title and an idea, which the page plays back without a model."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from river_core.measure.speed import settle
 from river_core.trace import Trace
 
 FIELDS = ("slug", "title", "idea", "headline")
+OPTIONS = {"tau", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "chat", "prefill", "timing", "mode"}
+SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")  # it becomes the name of a file
 HEADLINES = ("difficulty", "holes", "recompute", "drift", "river", "limits")
 
 
@@ -19,22 +22,41 @@ def read_recipes(path) -> list[dict]:
     `options` are those of `compare`. `headline` says which sentence the page completes from the trace, one of `HEADLINES`.
 
     Raises:
-        InputError: the file cannot be read, or a recipe lacks a field.
+        InputError: the file cannot be read, or a recipe lacks a field or holds something of another kind in it.
     """
     try:
-        recipes = json.loads(Path(path).read_text(encoding="utf-8"))
+        recipes = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"The recipes {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"The recipes {path} are no valid JSON ({error}).") from error
     if not isinstance(recipes, list):
         raise InputError(f"The recipes {path} are not a list.")
+    slugs = set()
     for number, recipe in enumerate(recipes, 1):
+        if not isinstance(recipe, dict):
+            raise InputError(f"Recipe {number} is no object.")
         missing = [name for name in (*FIELDS, "prompt", "methods") if name not in recipe]
         if missing:
             raise InputError(f"Recipe {number} lacks {', '.join(missing)}.")
         if recipe["headline"] not in HEADLINES:
-            raise InputError(f"Recipe {number} has the headline {recipe['headline']!r}; choose from {', '.join(HEADLINES)}.")
+            raise InputError(f"Recipe {number} has the headline {str(recipe['headline'])[:40]!r}; choose from {', '.join(HEADLINES)}.")
+        for name in (*FIELDS, "prompt"):
+            if not isinstance(recipe[name], str) or not recipe[name].strip():
+                raise InputError(f"Recipe {number}: {name} must be a text.")
+        if not SLUG.fullmatch(recipe["slug"]) or recipe["slug"] in slugs:
+            raise InputError(
+                f"Recipe {number}: the slug is a name of its own of small letters, digits and hyphens, not {recipe['slug'][:40]!r}."
+            )
+        slugs.add(recipe["slug"])
+        methods, options = recipe["methods"], recipe.get("options", {})
+        if not isinstance(methods, list) or not all(isinstance(method, str) for method in methods):
+            raise InputError(f"Recipe {number}: methods must be a list of names.")
+        unknown = sorted(options.keys() - OPTIONS) if isinstance(options, dict) else None
+        if unknown or unknown is None:
+            raise InputError(
+                f"Recipe {number}: options are those of a run ({', '.join(sorted(OPTIONS))}), not {str(unknown or options)[:40]}."
+            )
     return recipes
 
 

@@ -19,11 +19,16 @@ def read_taus(text: str) -> tuple[float, ...]:
     """Thresholds from a text such as "0.9, 0.95 0.97": in order, each once.
 
     Raises:
-        InputError: there is none, or one of them is no number.
+        InputError: there is none, or one of them is no number or no cosine.
     """
     taus = sorted({check_tau(part) for part in str(text).replace(",", " ").replace(";", " ").split()})
     if not taus:
         raise InputError("A sweep needs at least one threshold, such as 0.95.")
+    if not -1 <= taus[0] <= taus[-1] <= 1:
+        wrong = taus[0] if taus[0] < -1 else taus[-1]
+        raise InputError(
+            f"Thresholds lie between -1 and 1, and {wrong:g} does not. Write 0.95 with a point: a comma separates two thresholds."
+        )
     return tuple(taus)
 
 
