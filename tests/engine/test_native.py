@@ -114,12 +114,10 @@ def test_norms_and_similarities_for_any_length_and_size(ops):
 @torch.inference_mode()
 def test_rotation_turns_pairs_and_leaves_the_rest(ops, head_dim, rotary_dim):
     heads, angle = torch.randn(5, head_dim), torch.randn(5, rotary_dim // 2)
-    cos, sin = torch.ones(5, head_dim), torch.zeros(5, head_dim)
-    cos[:, :rotary_dim], sin[:, :rotary_dim] = angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], 1)
     turned = torch.view_as_complex(torch.stack(heads[:, :rotary_dim].double().view(5, 2, -1).unbind(1), -1).contiguous())
     turned = torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle).to(torch.complex128))
     exact = torch.cat([turned[..., 0], turned[..., 1], heads[:, rotary_dim:].double()], 1)
-    near(ops.rotated(heads, cos, sin, rotary_dim), exact)
+    near(ops.rotated(heads, angle.cos(), angle.sin()), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
