@@ -509,16 +509,20 @@ def _fidelity(args) -> int:
     print(format_fidelity(result))
     if "verified" in result:
         facts = result["verified"]
-        acceptance = (
-            "no drafts"
-            if facts["acceptance"] is None
-            else f"acceptance {facts['acceptance']:.3f}, {facts['tokens_per_cycle']:.2f} tokens per cycle"
-        )
+        drafts = "no drafts"
+        if facts["acceptance"] is not None:
+            drafts = f"acceptance {_or_dash(facts['acceptance'], '.3f')}, {_or_dash(facts['tokens_per_cycle'], '.2f')} tokens per cycle"
         print(
-            f"\nRiver, verified: {facts['tokens']} tokens, agreement {facts['near_tie_agreement']:.4f} under the near-tie rule (worst gap {facts['worst_gap']:.3f} logits, "
-            f"the very choice {facts['exact_agreement']:.4f}); {acceptance}; speed-up {facts['speed_up']:.2f}x"
+            f"\nRiver, verified: {facts['tokens']} tokens, agreement {_or_dash(facts['near_tie_agreement'], '.4f')} under the near-tie rule (worst gap "
+            f"{_or_dash(facts['worst_gap'], '.3f')} logits, the very choice {_or_dash(facts['exact_agreement'], '.4f')}); {drafts}; "
+            f"speed-up {_or_dash(facts['speed_up'], '.2f', 'x')}"
         )
     return 0
+
+
+def _or_dash(value, form: str, unit: str = "") -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def _figures(args) -> int:

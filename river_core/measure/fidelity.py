@@ -76,13 +76,14 @@ def format_fidelity(result: dict) -> str:
         "| method | mean depth | top-1 agreement | KL (nats) | K cosine | V cosine | empty slots | tokens/s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for lane in result["lanes"].values():
-        cells = [lane["label"], f"{lane['mean_depth']:.1f}"]
+    for name, lane in result["lanes"].items():
+        cells = [lane["label"], "-" if lane["mean_depth"] is None else f"{lane['mean_depth']:.1f}"]
         if "top1" in lane:
             cells += [f"{lane['top1']:.3f}", f"{lane['kl']:.3f}", f"{lane['k_cos']:.4f}", f"{lane['v_cos']:.4f}", f"{lane['holes']:.1%}"]
         else:
-            cells += ["1", "0", "1", "1", "0.0%"]
-        lines.append("| " + " | ".join([*cells, f"{lane['tokens_per_second']:.1f}"]) + " |")
+            cells += ["1", "0", "1", "1", "0.0%"] if name == "backbone" else ["-"] * 5  # of answers of one token there are no figures
+        speed = "-" if lane["tokens_per_second"] is None else f"{lane['tokens_per_second']:.1f}"
+        lines.append("| " + " | ".join([*cells, speed]) + " |")
     return "\n".join(lines)
 
 
@@ -93,7 +94,7 @@ def check_verified(model, prompts, *, tokens=64, k=None, report=print):
 
     Returns:
         dict: tokens, share that satisfies the rule, share that is the very choice, worst gap in logits, acceptance, tokens per cycle, speed-up over the backbone
-        lane of the same runs.
+        lane of the same runs; None for what no answer was long enough to show.
     """
     gaps, made, accepted, drafted, cycles = [], 0, 0, 0, 0
     time = {"backbone": 0, "verified": 0}
@@ -110,16 +111,16 @@ def check_verified(model, prompts, *, tokens=64, k=None, report=print):
             drafted, accepted, cycles = drafted + run.drafts["drafted"], accepted + run.drafts["accepted"], cycles + run.drafts["cycles"]
         made += len(run.tokens)
         gaps += _gaps(model, trace.header["prompt_ids"], run.token_ids)
-    speed = {name: steps[name] / (time[name] / 1e9) for name in time}
+    speed = {name: steps[name] / (time[name] / 1e9) if time[name] else None for name in time}
     return {
         "tokens": made,
-        "near_tie_agreement": sum(gap <= NEAR_TIE for gap in gaps) / len(gaps),
-        "exact_agreement": sum(gap == 0 for gap in gaps) / len(gaps),
-        "worst_gap": max(gaps),
+        "near_tie_agreement": sum(gap <= NEAR_TIE for gap in gaps) / len(gaps) if gaps else None,
+        "exact_agreement": sum(gap == 0 for gap in gaps) / len(gaps) if gaps else None,
+        "worst_gap": max(gaps, default=None),
         "acceptance": accepted / drafted if drafted else None,
         "tokens_per_cycle": steps["verified"] / cycles if cycles else None,
         "tokens_per_second": speed,
-        "speed_up": speed["verified"] / speed["backbone"],
+        "speed_up": speed["verified"] / speed["backbone"] if all(speed.values()) else None,
     }
 
 

@@ -3,6 +3,7 @@
 Plotly draws, and only here: decoding never imports it. Pictures need a Chromium on this machine; without one each figure becomes a page that opens without a network.
 """
 
+import math
 import statistics
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def figures(model, prompts, folder, *, taus=None, tokens=64, report=print) -> li
         tokens: per prompt. report: called with a line about what is being done.
 
     Returns:
-        the files written: five CSV files, five pictures, and run.json with the run card.
+        the files written: five CSV files, five pictures (none if no answer was longer than a token), and run.json with the run card.
 
     Raises:
         RiverError: the folder cannot be written.
@@ -90,7 +91,7 @@ def exit_depths(levels, taus) -> pd.DataFrame:
         layers = result["run_card"]["model"]["n_layers"]
         depths = [token["exit_layer"] for trace in result["traces"] for token in trace.lanes["river"].steps]
         rows += [
-            {"level": level, "tau": tau, "exit_layer": d, "tokens": depths.count(d), "share": depths.count(d) / len(depths)}
+            {"level": level, "tau": tau, "exit_layer": d, "tokens": depths.count(d), "share": depths.count(d) / max(len(depths), 1)}
             for d in range(1, layers + 1)
         ]
     return pd.DataFrame(rows)
@@ -101,7 +102,8 @@ def time_per_token(levels, taus) -> pd.DataFrame:
     rows = []
     for (level, result), tau in zip(levels.items(), taus, strict=True):
         for name, lane in result["lanes"].items():
-            row = {"level": level, "tau": tau, "method": name, "label": lane["label"], "ms_per_token": 1000 / lane["tokens_per_second"]}
+            speed = lane["tokens_per_second"] or math.nan  # of answers of one token there is none
+            row = {"level": level, "tau": tau, "method": name, "label": lane["label"], "ms_per_token": 1000 / speed}
             rows.append(
                 row | {"mean_depth": lane["mean_depth"], "top1_agreement": lane.get("top1", 1.0), "v_cosine": lane.get("v_cos", 1.0)}
             )
@@ -115,8 +117,8 @@ def early_similarity(sweep) -> pd.DataFrame:
     for number, trace in enumerate(sweep[depth]):
         fact = trace.lanes["river"].fidelity
         for token in trace.lanes["backbone"].steps:
-            place = token["position"] - fact["start"]
-            if place < len(fact["v_cos"]):
+            place = token["position"] - fact["start"] if fact else 0
+            if fact and place < len(fact["v_cos"]):
                 rows.append(
                     {
                         "prompt": number,
@@ -126,7 +128,7 @@ def early_similarity(sweep) -> pd.DataFrame:
                         "last_v_cosine": fact["v_cos"][place][-1],
                     }
                 )
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=["prompt", "position", "layer", "similarity", "last_v_cosine"])
     table["pearson_r"] = table["similarity"].corr(table["last_v_cosine"])
     return table
 
@@ -141,7 +143,7 @@ def kv_by_layer(levels) -> pd.DataFrame:
                     rows.append(
                         {"level": level, "method": name, "label": lane["label"], "cache": letter.upper(), "layer": layer, "cosine": cosine}
                     )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["level", "method", "label", "cache", "layer", "cosine"])
 
 
 def theory_and_measured(sweep) -> pd.DataFrame:
@@ -152,7 +154,7 @@ def theory_and_measured(sweep) -> pd.DataFrame:
         for method in ("river", "masking"):
             if method not in traces[0].lanes:
                 continue
-            ratios = [trace.speed_up(method) for trace in traces]
+            ratios = [ratio for trace in traces if (ratio := trace.speed_up(method)) is not None] or [math.nan]
             skipped = 1 - depth / layers
             rows.append(
                 {
@@ -175,6 +177,9 @@ def draw(tables, folder: Path, card, report) -> list[Path]:
     import plotly.io
 
     note = f"{card['model']['name']}, {card['prompts']} prompts, {card['dtype']}, {card['device_name']}"
+    if tables["early_similarity"].empty or tables["kv_by_layer"].empty:
+        report("the answers were of one token each, so there is nothing to draw")
+        return []
     similarity = tables["early_similarity"]
     theory = tables["theory_and_measured"]
     times = tables["time_per_token"].assign(agreement=lambda table: table["top1_agreement"].map("agrees {:.2f}".format))

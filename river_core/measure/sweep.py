@@ -1,5 +1,6 @@
 """Speed against agreement over thresholds: every method at every threshold is a lane of one run on the backbone's text."""
 
+import re
 import statistics
 
 from river_core.errors import InputError
@@ -16,8 +17,12 @@ def read_taus(text: str) -> tuple[float, ...]:
     """Thresholds from a text such as "0.9, 0.95 0.97": in order, each once.
 
     Raises:
-        InputError: there is none, or one of them is no number.
+        InputError: there is none, or one of them is no number, out of range, or has a decimal comma.
     """
+    if slip := re.search(r"(?<![\d.])\d+,\d+(?![\d.])", str(text)):  # 0,95 would be the two thresholds 0 and 95
+        raise InputError(
+            f"{slip[0][:20]!r} has a comma between two whole numbers: thresholds are written with a decimal point, such as 0.9, 0.95."
+        )
     taus = sorted({check_tau(part) for part in str(text).replace(",", " ").replace(";", " ").split()})
     if not taus:
         raise InputError("A sweep needs at least one threshold, such as 0.95.")
