@@ -16,6 +16,7 @@ from river_core.loading import available_memory
 from river_core.measure.speed import PROMPT, spread
 from river_core.model import offload_folder
 from river_core.offload import PRODUCTS, ROOM, check_offload, offloaded, resident_bytes
+from river_core.strategies import prompt_bytes
 from river_core.trace import Trace
 
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
@@ -38,7 +39,8 @@ class Sizes:
     """Bytes of a model's parts.
 
     layer: one backbone layer. layers: how many there are. river: all twins. head: LM head, its screen, and the embedding where it is not the head.
-    kv_token: keys and values of one position in all layers. state_token: hidden states that a prompt pass keeps per position, after every layer.
+    kv_token: keys and values of one position in all layers. rope_token: its cosines and sines, of which all lanes share one table.
+    config: of the model, for what reading a prompt takes.
     how: how `layer`, `river` and `head` are known.
     """
 
@@ -47,7 +49,8 @@ class Sizes:
     river: int
     head: int
     kv_token: int
-    state_token: int
+    rope_token: int
+    config: DecoderConfig
     how: str = "computed"
 
     def backbone(self, after: int | None = None) -> float:
@@ -74,7 +77,8 @@ def computed_sizes(c: DecoderConfig, plan: KernelPlan, tied: bool, screened: boo
         river=c.num_hidden_layers * sum(_twin_bytes(*shape, plan, in_blocks) for shape in shapes),
         head=head * itemsize * (1 if tied else 2) + (head + 16 * c.vocab_size if screened else 0),
         kv_token=c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * plan.kv_dtype.itemsize,
-        state_token=(c.num_hidden_layers + 1) * c.hidden_size * 4,
+        rope_token=c.head_dim * 4,
+        config=c,
     )
 
 
@@ -93,6 +97,7 @@ def measured_sizes(model) -> Sizes:
     decoder = model.decoder
     c, tied = model.config, decoder.embedding is decoder.lm_head.weight
     known = computed_sizes(c, model.plan, tied, decoder.screen is not None, model.products.get("river") == "ours")
+    known = replace(known, rope_token=decoder.rope.position_bytes)
     backbone, how = resident_bytes(_tensors(decoder.blocks))
     river, _ = resident_bytes(_tensors(model.river.blocks))
     screen = [] if decoder.screen is None else decoder.screen.tensors
@@ -121,7 +126,7 @@ def shape_sizes(config, dtype: torch.dtype, bits: int, group_size: int) -> Sizes
 
 
 def table(sizes: Sizes, after: int, contexts, caches=None, share: float | None = None, stays=None, paper=None) -> list[dict]:
-    """Memory by method and context length: rows {method, context, backbone, river, head, kv, total, how, prompt_states, paper}, bytes.
+    """Memory by method and context length: rows {method, context, backbone, river, head, kv, total, how, prompt, rope, paper}, bytes.
 
     Args:
         sizes: of the parts. after: layers that stay where the others are offloaded. contexts: lengths in tokens.
@@ -130,7 +135,8 @@ def table(sizes: Sizes, after: int, contexts, caches=None, share: float | None =
         stays: (bytes, how) of an offloaded backbone at its fullest; None = computed.
         paper: context -> method -> published figure, in 2^30 bytes.
 
-    `prompt_states` come on top while the engine reads a whole prompt of that length, and go with it; the paper's figures have nothing of the kind.
+    `prompt` comes on top while the engine reads a prompt of that length, and goes with it; `rope`, the rotary table that all lanes share, stays. Neither is in `total`, nor in
+    the paper's figures.
     """
     rows = []
     part, part_how = stays or (sizes.backbone(after), "computed")
@@ -158,7 +164,7 @@ def table(sizes: Sizes, after: int, contexts, caches=None, share: float | None =
                 {
                     "method": method, "context": context, **parts, "total": sum(parts.values()),
                     "how": how | {"total": used.pop() if len(used) == 1 else "computed"},
-                    "prompt_states": sizes.state_token * context, "paper": (paper or {}).get(context, {}).get(method),
+                    "prompt": prompt_bytes(sizes.config, context), "rope": sizes.rope_token * context, "paper": (paper or {}).get(context, {}).get(method),
                 }
             )  # fmt: skip
     return rows
@@ -335,7 +341,7 @@ def format_memory(result: dict) -> str:
         *(f"{method}: {needs}" for method, needs in result["needs"].items() if any(row["method"] == method for row in result["rows"])),
     ]
     lines.append(
-        f"a prompt of {longest['context']} tokens read in one pass keeps {longest['prompt_states'] / GIB:.2f} GiB of hidden states beside that until it has ended (computed)"
+        f"beside that, of {longest['context']} tokens (computed): the rotary table {longest['rope'] / GIB:.3f} GiB, and {longest['prompt'] / GIB:.2f} GiB while a prompt as long is read"
     )
     if result["offload"]:
         away = result["offload"]

@@ -93,6 +93,17 @@ def test_a_shape_is_computed_from_its_config_alone(monkeypatch):
     assert "paper: 22.96" in format_memory(result) and "(computed)" in format_memory(result)
 
 
+def test_what_a_prompt_takes_is_bounded_by_its_piece_and_the_rotary_table_is_counted(medium):
+    sizes = shape_sizes(SHAPES["llama3.1-8b"](), torch.bfloat16, 4, 64)
+    short, long = (next(iter(table(sizes, 4, [context]))) for context in (32768, 65536))
+    layers, states = 32, 65536 * 4096 * 4
+    assert 2 * states < long["prompt"] < 4 * states < layers * states / 4  # two layers' states, not those of all
+    assert long["prompt"] < 2.1 * short["prompt"] and long["rope"] == 65536 * 128 * 4
+    medium.decoder.rope.prepare(2048)
+    assert next(iter(table(measured_sizes(medium), 2, [2048])))["rope"] == medium.decoder.rope.nbytes
+    assert "rotary table" in format_memory(memory_of_shape("llama3.1-8b", SHAPES["llama3.1-8b"](), torch.bfloat16, 5))
+
+
 def test_a_method_is_the_sum_of_what_it_needs():
     sizes = shape_sizes(SHAPES["llama3.2-1b"](), torch.bfloat16, 4, 64)
     rows = {row["method"]: row for row in table(sizes, 4, [4096], share=0.25)}
