@@ -21,6 +21,7 @@ from river_core.rope import ROPE_TYPES, Rope, Rotation
 from river_core.screening import Largest, Screen
 
 PIECE = 512  # most rows of a prompt that go through a layer at once: what they need beside the cache is bounded, and a Stop is heard between two pieces
+ROWS_BYTES = 1 << 28  # of masks and rotations that are kept from one layer of a prompt to the next
 
 SUPPORTED_MODEL_TYPES = {
     "llama": "Llama, SmolLM2 and other models of the Llama architecture",
@@ -213,6 +214,25 @@ class Rows:
         return self.start + self.count
 
 
+class _Pieces:
+    """See `Decoder.pieces`."""
+
+    def __init__(self, decoder, count, cache):
+        self.decoder, self.count, self.cache = decoder, count, cache
+
+    def __iter__(self):
+        many = -(-self.count // PIECE)
+        edges = [self.count * i // many for i in range(many + 1)]
+        for start, stop in itertools.pairwise(edges):
+            yield self.decoder.rows(start, stop - start, self.cache, self.count)
+
+
+def rows_bytes(config: "DecoderConfig", count: int) -> int:
+    """About what the `Rows` of a whole prompt take: masks of all pieces beyond the first, one for each kind of window, and rotations head by head."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    return count * count * len(set(config.sliding_window)) * (count > PIECE) // 2 + count * heads * config.head_dim * 8
+
+
 class Decoder:
     """The backbone: embeddings, full-precision blocks, final norm and head. Immutable once built; lanes share one.
 
@@ -362,36 +382,37 @@ class Decoder:
             states.append(hidden_states)
         return states
 
-    def read_layer(
-        self, blocks, layer: int, hidden_states, cache: KVCache, owner: int, rows: Rows | None = None, following: bool = False, pause=None
-    ):
-        """One decoder layer over a whole prompt at positions 0 .. T - 1, in pieces of at most `PIECE` rows of about the same length.
+    def pieces(self, count: int, cache: KVCache):
+        """The `Rows` of a prompt at positions 0 .. count - 1, in pieces of at most `PIECE` rows of about the same length: all of them, or where those of a long prompt
+        would take too much memory, made one after another whenever they are gone through."""
+        made = _Pieces(self, count, cache)
+        return list(made) if rows_bytes(self.config, count) <= ROWS_BYTES else made
 
-        Layer by layer rather than piece by piece: an exit that the least similar row decides sees all rows, an offloaded layer is brought back once, and states of
-        two layers are all that a prompt of any length holds.
+    def read_layer(
+        self, blocks, layer: int, hidden_states, pieces, cache: KVCache, owner: int, following: bool = False, pause=None
+    ) -> torch.Tensor:
+        """One decoder layer over a whole prompt, piece by piece.
+
+        Layer by layer rather than piece by piece through all of them: an exit that the least similar row decides sees all rows, an offloaded layer is brought back once,
+        and states of two layers are all that a prompt of any length holds.
 
         Args:
-            blocks, layer, cache, owner: as for `run_blocks`. hidden_states: [T, d] float32.
-            rows: of the whole prompt, where it is one piece and the caller has them. following: the next layer is certain to be asked for too.
-            pause: called before every piece; it may raise.
+            blocks, layer, cache, owner: as for `run_blocks`. hidden_states: [T, d] float32. pieces: from `pieces`.
+            following: the next layer is certain to be asked for too. pause: called before every piece; it may raise.
 
         Returns:
             [T, d] float32.
         """
-        count = len(hidden_states)
-        pieces = -(-count // PIECE)
-        edges = [count * i // pieces for i in range(pieces + 1)]
         made = []
         with (
             contextlib.nullcontext(blocks[layer])
             if getattr(blocks, "offload", None) is None
             else blocks.at(layer, following=following) as block
         ):
-            for start, stop in itertools.pairwise(edges):
+            for rows in pieces:
                 if pause:
                     pause()
-                piece = rows or self.rows(start, stop - start, cache, count)
-                made.append(self.run_block(block, layer, hidden_states[start:stop], piece, cache, owner))
+                made.append(self.run_block(block, layer, hidden_states[rows.start : rows.stop], rows, cache, owner))
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def run_block(self, block: Block, layer: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from river_core.loading import available_memory
 from river_core.measure.speed import PROMPT, lane_alone, settle, spread, turns
 from river_core.model import offload_folder
 from river_core.offload import PRODUCTS, ROOM, check_offload, offloaded, resident_bytes
+from river_core.strategies import prompt_bytes
 from river_core.trace import Trace
 
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
@@ -43,8 +44,8 @@ class Sizes:
     """Bytes of a model's parts.
 
     layer: one backbone layer. layers: how many there are. river: all twins. head: LM head, its screen, and the embedding where it is not the head.
-    kv_token: keys and values of one position in all layers. state_token: hidden states that a prompt pass keeps per position, after every layer.
-    rope_position: cosines and sines of one position, one of each for a pair of dimensions, in float32. many: bytes of the backbone that are second copies, in the dtype of products of many rows.
+    kv_token: keys and values of one position in all layers. rope_token: its cosines and sines, of which all lanes share one table.
+    config: of the model, for what reading a prompt takes. many: bytes of the backbone that are second copies, in the dtype of products of many rows.
     how: how `layer`, `river` and `head` are known.
     """
 
@@ -53,8 +54,8 @@ class Sizes:
     river: int
     head: int
     kv_token: int
-    state_token: int
-    rope_position: int
+    rope_token: int
+    config: DecoderConfig
     many: int = 0
     how: str = "computed"
 
@@ -82,8 +83,8 @@ def computed_sizes(c: DecoderConfig, plan: KernelPlan, tied: bool, screened: boo
         river=c.num_hidden_layers * sum(_twin_bytes(*shape, plan, in_blocks) for shape in shapes),
         head=head * itemsize * (1 if tied else 2) + (head + 16 * c.vocab_size if screened else 0),
         kv_token=c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * plan.kv_dtype.itemsize,
-        state_token=(c.num_hidden_layers + 1) * c.hidden_size * 4,
-        rope_position=2 * (c.head_dim // 2) * 4,
+        rope_token=c.head_dim * 4,
+        config=c,
     )
 
 
@@ -102,6 +103,7 @@ def measured_sizes(model) -> Sizes:
     decoder = model.decoder
     c, tied = model.config, decoder.embedding is decoder.lm_head.weight
     known = computed_sizes(c, model.plan, tied, decoder.screen is not None, model.products.get("river") == "ours")
+    known = replace(known, rope_token=decoder.rope.position_bytes)
     backbone, how = resident_bytes(_tensors(decoder.blocks))
     river, _ = resident_bytes(_tensors(model.river.blocks))
     screen = [] if decoder.screen is None else decoder.screen.tensors
@@ -118,13 +120,13 @@ def beside(sizes: Sizes, contexts, model=None) -> dict:
         model: a loaded one, whose process is looked at; None = a shape that is only computed.
 
     Returns:
-        context, the longest; rope: the rotary table for it; prompt_states: what reading a prompt of that length in one pass keeps until it has ended; both computed.
+        context, the longest; rope: the rotary table for it; prompt: what reading a prompt of that length takes until it has ended; both computed.
         many: second copies of the backbone's weights, within the column "backbone". process: of all that is in memory for this process now, measured by the system, and
         rest: of that, what is not weights: Python, PyTorch, transformers, the tokenizer, what the allocator keeps. Both None without a model; rest None on a GPU.
     """
     longest = max(contexts)
     found = {
-        "context": longest, "rope": sizes.rope_position * longest, "prompt_states": sizes.state_token * longest, "many": sizes.many,
+        "context": longest, "rope": sizes.rope_token * longest, "prompt": prompt_bytes(sizes.config, longest), "many": sizes.many,
         "process": None, "rest": None,
     }  # fmt: skip
     if model is not None:
@@ -155,7 +157,7 @@ def shape_sizes(config, dtype: torch.dtype, bits: int, group_size: int) -> Sizes
 
 
 def table(sizes: Sizes, after: int, contexts, caches=None, share: float | None = None, stays=None, paper=None) -> list[dict]:
-    """Memory by method and context length: rows {method, context, backbone, river, head, kv, total, how, prompt_states, paper}, bytes.
+    """Memory by method and context length: rows {method, context, backbone, river, head, kv, total, how, prompt, rope, paper}, bytes.
 
     Args:
         sizes: of the parts. after: layers that stay where the others are offloaded. contexts: lengths in tokens.
@@ -164,7 +166,8 @@ def table(sizes: Sizes, after: int, contexts, caches=None, share: float | None =
         stays: (bytes, how) of an offloaded backbone at its fullest; None = computed.
         paper: context -> method -> published figure, in 2^30 bytes.
 
-    `prompt_states` come on top while the engine reads a whole prompt of that length, and go with it; the paper's figures have nothing of the kind.
+    `prompt` comes on top while the engine reads a prompt of that length, and goes with it; `rope`, the rotary table that all lanes share, stays. Neither is in `total`, nor in
+    the paper's figures.
     """
     rows = []
     part, part_how = stays or (sizes.backbone(after), "computed")
@@ -192,7 +195,7 @@ def table(sizes: Sizes, after: int, contexts, caches=None, share: float | None =
                 {
                     "method": method, "context": context, **parts, "total": sum(parts.values()),
                     "how": how | {"total": used.pop() if len(used) == 1 else "computed"},
-                    "prompt_states": sizes.state_token * context, "paper": (paper or {}).get(context, {}).get(method),
+                    "prompt": prompt_bytes(sizes.config, context), "rope": sizes.rope_token * context, "paper": (paper or {}).get(context, {}).get(method),
                 }
             )  # fmt: skip
     return rows
@@ -384,7 +387,7 @@ def format_memory(result: dict) -> str:
 def _beside_lines(apart):
     yield (
         f"not in the table: at {apart['context']} positions the rotary table, {apart['rope'] / GIB:.3f} (computed), and while a "
-        f"prompt of that length is read in one pass its hidden states, {apart['prompt_states'] / GIB:.3f} (computed)"
+        f"prompt of that length is read another {apart['prompt'] / GIB:.3f} (computed)"
     )
     if apart["process"] is not None:
         rest = (

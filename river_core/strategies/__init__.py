@@ -5,12 +5,13 @@ To add one: write a file with a subclass that implements `step`, and give it a l
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from river_core.decoder import PIECE, Decoder, DecoderConfig, Rows
+from river_core.decoder import PIECE, ROWS_BYTES, Decoder, DecoderConfig, Rows, rows_bytes
 from river_core.exit_rules import ExitRule
 from river_core.kv_cache import BACKBONE, KVCache
 from river_core.screening import Largest
@@ -56,14 +57,14 @@ class Walk(NamedTuple):
     """Rows on their way through the backbone, as far as they went.
 
     states: before the first block and after every block, [T, d]; the depth is one less than their number. scores, why, score: as in `Step`.
-    rows: of this call, with which further blocks can go on. hidden: the last of the states, all rows of it even where `states` have only the last one.
+    rows: of this call, with which further blocks can go on; of a prompt its pieces (see `Decoder.pieces`). hidden: the last of the states, all rows of it even where `states` have only the last one.
     """
 
     states: list[torch.Tensor]
     scores: dict[int, float]
     why: str
     score: float | None
-    rows: Rows | None
+    rows: Rows | Iterable[Rows] | None
     hidden: torch.Tensor
 
     @property
@@ -195,20 +196,20 @@ class Strategy:
         if count == 1:
             return self.run_backbone(token_ids, 0, cache, rule, 0, cap)
         forced, limit = self._limit(rule, 0, cap)
-        rows = decoder.rows(0, count, cache) if count <= PIECE else None
+        pieces = decoder.pieces(count, cache)
         hidden = decoder.embed(token_ids)
         states, scores, depth, passed = [self.kept(hidden)], {}, 0, False
         while depth < limit and not passed:
             stop = limit if forced is not None else min(rule.next_test(depth), limit)
             while depth < stop:
                 before = hidden
-                hidden = decoder.read_layer(decoder.blocks, depth, before, cache, BACKBONE, rows, depth + 1 < stop, self.pause)
+                hidden = decoder.read_layer(decoder.blocks, depth, before, pieces, cache, BACKBONE, depth + 1 < stop, self.pause)
                 states.append(self.kept(hidden))
                 depth += 1
             if forced is None and depth < self.last:
                 passed = self._test(rule, scores, depth, before, hidden, None)
         self.mark("backbone")
-        return self._walk(forced, passed, states, scores, rows, hidden)
+        return self._walk(forced, passed, states, scores, pieces, hidden)
 
     def kept(self, hidden: torch.Tensor) -> torch.Tensor:
         """What a trace needs of a prompt's states [T, d] after one block: all rows of a short prompt, the last one of a long one."""
@@ -248,4 +249,10 @@ def prompt_bytes(config: DecoderConfig, tokens: int) -> int:
     piece, heads = min(tokens, PIECE), config.num_attention_heads + 2 * config.num_key_value_heads
     states = 2 + (config.num_hidden_layers if traces_prompt(config, tokens) else 0)
     row = 4 * (3 * config.intermediate_size + 6 * heads * config.head_dim + 2 * config.hidden_size)
-    return tokens * states * config.hidden_size * 4 + piece * row + 5 * piece * tokens * (tokens > PIECE)
+    # A mask is turned into floats by the attention that reads it.
+    return (
+        tokens * states * config.hidden_size * 4
+        + piece * row
+        + 4 * piece * tokens * (tokens > PIECE)
+        + min(rows_bytes(config, tokens), ROWS_BYTES)
+    )

@@ -18,7 +18,7 @@ class RiverStrategy(Strategy):
             return self._go_on(walk, cache)
         hidden, made = walk.hidden, []
         for layer in range(walk.depth, self.last):
-            hidden = self.decoder.read_layer(self.river.blocks, layer, hidden, cache, RIVER, walk.rows, pause=self.pause)
+            hidden = self.decoder.read_layer(self.river.blocks, layer, hidden, walk.rows, cache, RIVER, pause=self.pause)
             made.append(self.kept(hidden))
         return self._answer(walk, made, hidden, len(token_ids), cache)
 

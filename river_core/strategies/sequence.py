@@ -46,7 +46,7 @@ class SequenceStrategy(Strategy):
         decoder, state, layers = self.decoder, walk.hidden, self.depth
         if self.head == "balcony" and self.depth < self.last:
             if len(state) > 1:
-                state = decoder.read_layer(decoder.blocks, self.last - 1, state, cache, PROPAGATED, walk.rows, pause=self.pause)
+                state = decoder.read_layer(decoder.blocks, self.last - 1, state, walk.rows, cache, PROPAGATED, pause=self.pause)
             else:
                 state = decoder.run_blocks(decoder.blocks, self.last - 1, self.last, state, walk.rows, cache, PROPAGATED)[-1]
             layers += 1

@@ -147,7 +147,7 @@ def test_ctrl_c_in_a_sweep_prints_the_repeats_that_were_finished(tiny_loaded, mo
 
     def step(self, *args):
         calls.append(1)
-        if len(calls) == 13:  # two lanes of four steps a repeat: in the second one
+        if len(calls) == 18:  # two lanes of four steps, on the same text, then in the first repeat: in the second one
             signal.raise_signal(signal.SIGINT)
         return real(self, *args)
 

@@ -203,7 +203,6 @@ def test_stop_ends_every_lane_before_the_next_token(tiny):
 def test_stop_is_heard_inside_a_prompt(tiny, monkeypatch):
     """Every lane asked for reads the prompt in pieces; the stop comes while the first, or a later one, is at it."""
     monkeypatch.setattr("river_core.decoder.PIECE", 8)
-    monkeypatch.setattr("river_core.strategies.PIECE", 8)
     layers = tiny.config.num_hidden_layers
     pieces = -(-len(run(tiny, "x" * 60)[0]["header"]["prompt_ids"]) // 8)
     for mode in ("free", "same-text", "same-exits"):
@@ -222,12 +221,13 @@ def test_stop_is_heard_inside_a_prompt(tiny, monkeypatch):
                 Trace.from_events(events)
 
 
-def test_a_prompt_in_pieces_gives_what_one_pass_gives(tiny, monkeypatch):
+@pytest.mark.parametrize("kept", [0, 1 << 28])
+def test_a_prompt_in_pieces_gives_what_one_pass_gives(monkeypatch, kept):
     ids = [(7 * i * i + 3) % 250 for i in range(101)]
 
     def read(name, mode, piece):
         monkeypatch.setattr("river_core.decoder.PIECE", piece)
-        monkeypatch.setattr("river_core.strategies.PIECE", piece)
+        monkeypatch.setattr("river_core.decoder.ROWS_BYTES", kept)
         strategy = parse_methods([name], 0.5, model)[0].build(model)
         cache = strategy.new_cache(len(ids) + 1)
         with torch.inference_mode():

@@ -100,7 +100,7 @@ def test_what_no_row_counts_is_told_apart(tiny, medium):
     sizes = measured_sizes(medium)
     apart = beside(sizes, [100, 1000], medium)
     assert apart["context"] == 1000 and apart["rope"] == 1000 * medium.config.head_dim * 4
-    assert apart["prompt_states"] == sizes.state_token * 1000 == max(row["prompt_states"] for row in table(sizes, 2, [100, 1000]))
+    assert apart["prompt"] == max(row["prompt"] for row in table(sizes, 2, [100, 1000]))
     weights = sizes.backbone() + sizes.river + sizes.head
     assert apart["process"] > weights, "the system counts everything, libraries included"
     assert apart["rest"] == pytest.approx(apart["process"] - weights, abs=1)
@@ -124,6 +124,17 @@ def test_second_copies_of_the_weights_are_counted_and_said(monkeypatch):
     after = measured_sizes(model)
     assert before.many == 0 and after.many == pytest.approx(before.backbone(), rel=0.01)
     assert after.backbone() == pytest.approx(2 * before.backbone(), rel=0.01)
+
+
+def test_what_a_prompt_takes_is_bounded_by_its_piece_and_the_rotary_table_is_counted(medium):
+    sizes = shape_sizes(SHAPES["llama3.1-8b"](), torch.bfloat16, 4, 64)
+    short, long = (next(iter(table(sizes, 4, [context]))) for context in (32768, 65536))
+    layers, states = 32, 65536 * 4096 * 4
+    assert 2 * states < long["prompt"] < 4 * states < layers * states / 4  # two layers' states, not those of all
+    assert long["prompt"] < 2.1 * short["prompt"] and long["rope"] == 65536 * 128 * 4
+    medium.decoder.rope.prepare(2048)
+    assert next(iter(table(measured_sizes(medium), 2, [2048])))["rope"] == medium.decoder.rope.nbytes
+    assert "rotary table" in format_memory(memory_of_shape("llama3.1-8b", SHAPES["llama3.1-8b"](), torch.bfloat16, 5))
 
 
 def test_a_method_is_the_sum_of_what_it_needs():
