@@ -3,6 +3,6 @@
 // such seconds, so they tick once in a second. What is not recognised is passed on as it is.
 (() => {
   const request = window.requestAnimationFrame.bind(window);
-  const counts = (tick) => /^\(\)=>\{\w+\(\w+,\(performance\.now\(\)-/.test(Function.prototype.toString.call(tick));
+  const counts = (tick) => /^\(\)=>\{[\w$]+\([\w$]+,\(performance\.now\(\)-/.test(Function.prototype.toString.call(tick));
   window.requestAnimationFrame = (tick) => (counts(tick) ? (setTimeout(request, 1000, tick), 0) : request(tick));
 })();

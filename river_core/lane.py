@@ -1,11 +1,13 @@
 """One lane: a method decoding its own text over the shared model, step by step, on its own cache and its own clock."""
 
+import itertools
+import logging
 import time
 
 import torch
 import torch.nn.functional as F
 
-from river_core.errors import RiverError
+from river_core.errors import NotFinite, RiverError
 from river_core.kv_cache import OWNER_NAMES, KVCache
 from river_core.methods import Method
 from river_core.same_text import agreement, kv_fidelity
@@ -14,12 +16,13 @@ from river_core.strategies import Step
 from river_core.text import TextStream, token_text
 from river_core.trace import rounded
 
+log = logging.getLogger(__name__)
+
 TOP = 5
-PROMPT_SIMILARITIES = 1 << 16  # similarities of prompt tokens that a trace takes; those of longer prompts are left out
 
 
-class LaneError(RiverError):
-    """A lane that cannot go on; the others can."""
+class Stopped(Exception):
+    """A run was stopped while a lane was reading its prompt."""
 
 
 class Lane:
@@ -33,16 +36,18 @@ class Lane:
         sampling: how tokens are drawn.
         rule: replaces the method's own exit rule.
         prefill: "full" or "sequence", see `Strategy.prefill`.
+        stop: callable () -> bool, asked between the pieces of the prompt; True: not to be read on.
 
     `clock_ns` is engine time spent so far: prefill and steps, with the device synchronised, nothing else.
     """
 
-    def __init__(self, model, method: Method, prompt_ids, max_new_tokens: int, sampling: Sampling, prefill: str, rule=None):
+    def __init__(self, model, method: Method, prompt_ids, max_new_tokens: int, sampling: Sampling, prefill: str, rule=None, stop=None):
         self.model = model
         self.method = method
         self.id = method.id
         self.strategy = method.build(model, rule)
         self.strategy.greedy = sampling.temperature == 0
+        self.strategy.pause = _pause_on(stop)
         self.prompt_ids = prompt_ids
         self.max_new_tokens = max_new_tokens
         self.prefill_mode = prefill
@@ -76,6 +81,7 @@ class Lane:
             (step,), elapsed = self._timed(lambda: [self.strategy.prefill(self.prompt_ids, self.cache, self.prefill_mode)])
             if sharing:
                 shared.cache, shared.step, shared.elapsed_ns, shared.split = self.cache.snapshot(), step, elapsed, self.split
+        _check_finite(step)
         step.token = self.sampler(step.logits)
         if leader is not None:
             self._compare(step, leader)
@@ -85,8 +91,9 @@ class Lane:
             "type": "prefill", "lane": self.id, "t_ns": elapsed, "exit_layer": step.exit_layer, "shared": reused,
             "kv": self.cache.runs(len(self.prompt_ids) - 1),
         }  # fmt: skip
-        if not reused and len(self.prompt_ids) * self.model.config.num_hidden_layers <= PROMPT_SIMILARITIES:
+        if not reused and len(step.hidden_states[0]) == len(self.prompt_ids):
             event["similarity"] = self._similarities(step, slice(None))
+            step.hidden_states = [state[-1:].clone() for state in step.hidden_states]  # the other rows are of no more use
         return [event, self._accept(step, elapsed, from_prefill=True)]
 
     def step(self) -> list[dict]:
@@ -96,6 +103,8 @@ class Lane:
         room = self.max_new_tokens - index
         steps, elapsed = self._timed(lambda: self.strategy.advance(self.token_ids[-1], position, index, self.cache, self.sampler, room))
         self.clock_ns += elapsed
+        for step in steps:
+            _check_finite(step)
         if self.split and len(steps) > 1:
             self.split = {part: ns // len(steps) for part, ns in self.split.items()}
         events = []
@@ -118,6 +127,7 @@ class Lane:
         (step,), elapsed = self._timed(lambda: [self.strategy.step(self.token_ids[-1], position, index, self.cache)])
         self.clock_ns += elapsed
         self.decode_ns += elapsed
+        _check_finite(step)
         self._compare(step, leader)
         return [self._accept(step, elapsed, from_prefill=False)]
 
@@ -137,26 +147,37 @@ class Lane:
         return self.finished == "error"
 
     def guarded(self, work, *args) -> list[dict]:
-        """Run a piece of this lane's work; if it fails, close the lane and return the events that say so. The other lanes go on."""
+        """Run a piece of this lane's work; if it fails, close the lane and return the events that say so. The other lanes go on. No events if it was stopped."""
         try:
             return work(*args)
-        except (RiverError, RuntimeError, MemoryError) as error:
-            message = self._explain(error)
-            return [{"type": "error", "lane": self.id, "message": message}, self.end("error", message)]
+        except Stopped:
+            return []
+        except Exception as error:  # whatever it is, it is this lane's alone
+            return self.fail(self._explain(error))
+
+    def fail(self, message: str) -> list[dict]:
+        """Close the lane with a sentence; its events."""
+        return [{"type": "error", "lane": self.id, "message": message}, self.end("error", message)]
 
     def _explain(self, error: Exception) -> str:
-        """One sentence for a lane that failed."""
+        """One sentence for a lane that failed; what nobody foresaw goes into the log with its traceback."""
         if isinstance(error, RiverError):
             return str(error)
-        text = str(error)
+        text = str(error).strip()
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text or "out of memory" in text:
             return f"Lane {self.method.label} ran out of memory. Use fewer tokens, fewer lanes or a smaller model."
-        return f"Lane {self.method.label} failed: {text.splitlines()[0] if text else type(error).__name__}"
+        log.error("lane %s failed", self.method.label, exc_info=error)
+        words = [] if isinstance(error, RuntimeError) and text else [type(error).__name__]
+        return f"Lane {self.method.label} failed: {': '.join(words + text.splitlines()[:1])[:300]}"
 
     def end(self, reason: str, message: str | None = None) -> dict:
         """Close the lane; the event carries the whole text."""
         self.finished = reason
-        rest = self.stream.rest()
+        try:
+            rest = self.stream.rest()
+        except Exception as error:  # a decoder of text that has thrown before: what is written stays
+            log.error("lane %s: the last characters cannot be decoded", self.method.label, exc_info=error)
+            rest = ""
         return {
             "type": "end", "lane": self.id, "reason": reason, "tokens": len(self.token_ids), "decode_ns": self.decode_ns,
             "rest": rest, "text": self.stream.written + rest, "message": message, "kv_bytes": self.cache.nbytes if self.cache else 0,
@@ -198,13 +219,14 @@ class Lane:
         return parts
 
     def _synchronise(self):
-        if self.model.plan.device.type == "cuda":
-            torch.cuda.synchronize(self.model.plan.device)
+        device = self.model.plan.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
 
     def _accept(self, step: Step, elapsed: int, from_prefill: bool) -> dict:
         """Everything after the clock has stopped: text, similarities, candidates, owners - the token's event."""
-        if not bool(torch.isfinite(step.logits).all()):
-            raise LaneError("The model's scores are not finite numbers any more: an overflow. Try --dtype bfloat16 or float32.")
         token = step.token
         position = len(self.prompt_ids) + len(self.token_ids) - 1
         index = len(self.token_ids)
@@ -224,7 +246,7 @@ class Lane:
             "text": "" if self.finished == "eos" else self.stream.push(token),
             "t_ns": elapsed, "from_prefill": from_prefill, "position": position,
             **({"split": {f"{part}_ns": ns for part, ns in self.split.items()}} if self.split else {}),
-            "exit_layer": step.exit_layer, "layers_run": step.layers_run, "river_layers": step.river_layers,
+            "exit_layer": step.exit_layer, "why": step.why, "score": step.score, "layers_run": step.layers_run, "river_layers": step.river_layers,
             "similarity": self._similarities(step, slice(-1, None))[0], "tested": len(step.scores),
             "top5": [[i, token_text(self.model.tokenizer, i), rounded(p)] for i, p in candidates],
             "kv": self.cache.runs(position),
@@ -234,13 +256,33 @@ class Lane:
 
     def _similarities(self, step: Step, rows: slice) -> list[list[float | None]]:
         """By row and layer: cos(input, output) of every block that ran, None for the others. Made after the clock stopped."""
-        states = torch.stack([state[rows] for state in step.hidden_states])  # [blocks + 1, rows, d]
-        values = F.cosine_similarity(states[:-1], states[1:], dim=-1).t()
-        found: list[list[float | None]] = [[None] * self.model.config.num_hidden_layers for _ in values]
-        for row, cosines in zip(found, values.tolist(), strict=True):
-            for layer, value in zip(step.layers or range(len(cosines)), cosines, strict=True):
+        pairs = itertools.pairwise(step.hidden_states)
+        columns = [F.cosine_similarity(before[rows], after[rows], dim=-1).tolist() for before, after in pairs]
+        found: list[list[float | None]] = [[None] * self.model.config.num_hidden_layers for _ in step.hidden_states[0][rows]]
+        for layer, column in zip(step.layers or range(len(columns)), columns, strict=True):
+            for row, value in zip(found, column, strict=True):
                 row[layer] = rounded(value)
+        if self.strategy.rule.name == "similarity" and len(step.hidden_states[0]) == len(found) == 1:
+            # What the test compared, not another sum of the same: a reader may hold it against tau.
+            for layer, score in step.scores.items():
+                found[0][layer - 1] = rounded(score)
         return found
+
+
+def _pause_on(stop):
+    """What a strategy calls between the pieces of a prompt. No method of the lane: a strategy that held its lane would keep a cache alive after its run."""
+
+    def pause():
+        if stop and stop():
+            raise Stopped
+
+    return pause
+
+
+def _check_finite(step: Step) -> None:
+    """NotFinite unless all scores of a step are finite numbers."""
+    if not bool(torch.isfinite(step.logits).all()):
+        raise NotFinite
 
 
 class SharedPrefill:

@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from river_core.decoder import Blocks, Decoder, DecoderConfig, check_supported, rms_norm
+from river_core.default_model import NAME
 from river_core.errors import InputError, LoadError
 from river_core.graphs import CudaCapture, GraphStack, Workspaces
 from river_core.kernels import Dense, Int4, KernelPlan, choose_kernels, time_on_one_core
 from river_core.kv_cache import BACKBONE, RIVER, KVCache
-from river_core.loading import available_memory, cache_dir, load_checkpoint
+from river_core.loading import available_memory, bytes_to_load, cache_dir, load_checkpoint, need_memory
 from river_core.native import NATIVE
 from river_core.native.isa import wanted_isa
-from river_core.offload import check_offload, make_offload, trim_heap
+from river_core.offload import ROOM, check_offload, make_offload, trim_heap
 from river_core.river import River
 from river_core.screening import Screen
 
@@ -317,6 +318,7 @@ class Model:
             "offload": self.decoder.blocks.offload.describe() if self.decoder.blocks.offload else None,
             "river_bytes": self.river.nbytes,
             "head_bytes": self.decoder.lm_head.nbytes + (self.decoder.screen.nbytes if self.decoder.screen else 0),
+            "rope_bytes": self.decoder.rope.nbytes,
             "load_seconds": {stage: round(seconds, 2) for stage, seconds in self.load_seconds.items()},
             "cache": str(cache_dir()),
             "notes": list(self.notes),
@@ -419,7 +421,17 @@ def load(
     seconds: dict[str, float] = {}
     clock = _StageClock(seconds)
 
-    checkpoint = load_checkpoint(name, progress=progress, check=check_supported)
+    def check(config):
+        check_supported(config)
+        if target.type == "cpu":
+            sizes, layers = DecoderConfig.from_transformers(config), config.num_hidden_layers
+            itemsize = 2 if dtype == "auto" else DTYPES[dtype].itemsize
+            resident = layers if offload_after is None else min(layers, max(0, offload_after) + ROOM)
+            keeps_codes = name is None or str(name).lower().endswith(".gguf")
+            threads = torch.get_num_threads()
+            need_memory(name or NAME, bytes_to_load(sizes, config.tie_word_embeddings, itemsize, bits, threads, keeps_codes, resident))
+
+    checkpoint = load_checkpoint(name, progress=progress, check=check)
     clock.done("weights")
     config, notes = checkpoint.config, list(checkpoint.notes)
     check_offload(offload_after, config.num_hidden_layers, target)
@@ -451,7 +463,13 @@ def load(
     # Codes are kept from one start to the next only where it is certain what they are codes of.
     sha = checkpoint.sha256
     store = cache_dir() / "rivers" / f"{sha[:32]}-{bits}-{plan.group_size or 'row'}.safetensors" if sha else None
-    river = River(decoder, checkpoint.weights, lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"), store)
+    river = River(
+        decoder,
+        checkpoint.weights,
+        lambda f: report("river", f, f"building the {bits}-bit river, {round(100 * f)} %"),
+        store,
+        lambda: report("river", None, "waiting for another process that builds this river"),
+    )
     clock.done("river")
     notes += offload_notes(decoder)
     if decoder.blocks.offload:

@@ -1,5 +1,6 @@
 """The exit river: a quantised twin of every backbone block, writing into the same cache slots (River-LLM, section on the KV-shared exit river)."""
 
+import contextlib
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from river_core.decoder import Blocks, BlockWeights, Decoder
-from river_core.files import appears_whole
+from river_core.files import appears_whole, one_at_a_time
 from river_core.hqq import HQQ_VERSION, Quantised
 
 
@@ -24,13 +25,34 @@ class River:
         weights: the checkpoint's tensors under transformers' names, as for `Decoder`; quantised from there, not from the backbone's
             16-bit copy.
         progress: called with the fraction of layers that are in place.
-        store: a file that keeps the codes from one start to the next, or None. It is read if it fits this model and quantiser, else written.
+        store: a file that keeps the codes from one start to the next, or None. It is read if it fits this model and quantiser, else written,
+            by one process at a time.
+        waiting: called about once a second while another process makes the codes of `store`.
     """
 
-    def __init__(self, decoder: Decoder, weights: dict[str, torch.Tensor], progress=None, store: Path | None = None):
+    def __init__(self, decoder: Decoder, weights: dict[str, torch.Tensor], progress=None, store: Path | None = None, waiting=None):
+        self.blocks = Blocks()
+        kept = self._kept(store, decoder)
+        if kept or not store:
+            self._build(decoder, weights, progress, kept)
+            return
+        with one_at_a_time(store.with_suffix(".lock"), waiting):
+            kept = self._kept(store, decoder)  # another process may have made them meanwhile
+            made = self._build(decoder, weights, progress, kept, keep=not kept)
+            if made:
+                write_codes(store, made)
+
+    @staticmethod
+    def _kept(store, decoder) -> dict[str, Quantised] | None:
+        """The codes of `store`, if there is one for each product of this backbone and of its size."""
+        kept = read_codes(store, decoder.plan.bits) if store else None
+        names = {f"{layer}.{name}" for layer in range(decoder.config.num_hidden_layers) for name in ("qkv", "o", "gate_up", "down")}
+        return kept if kept and set(kept) == names else None
+
+    def _build(self, decoder, weights, progress, kept, keep=False) -> dict[str, Quantised]:
+        """Make the twins, from codes that were kept or from the weights; with `keep`, returns the codes that were made."""
         layers = range(decoder.config.num_hidden_layers)
         plan = decoder.plan
-        kept = read_codes(store, plan.bits) if store else None
         made: dict[str, Quantised] = {}
 
         def twin(layer):
@@ -40,20 +62,17 @@ class River:
                 weight, bias = getattr(tensors, name)
                 key = f"{layer}.{name}"
                 codes = kept[key].to(plan.device) if kept else plan.quantise(weight)
-                if store and not kept:
+                if keep:
                     made[key] = codes
                 return plan.river_layer(codes, bias)
 
             return decoder.make_block(layer, product)
 
-        self.blocks = Blocks()
         for block in _in_threads(twin, layers) if decoder.device.type == "cpu" else map(twin, layers):
             self.blocks.append(block)
             if progress:
                 progress(len(self.blocks) / len(layers))
-
-        if store and not kept:
-            write_codes(store, made)
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -85,12 +104,12 @@ def read_codes(path: Path, bits: int) -> dict[str, Quantised] | None:
                 name: Quantised.unpack(*(file.get_tensor(f"{name}.{part}") for part in ("codes", "scales", "zeros")), bits=bits)
                 for name in names
             }
-    except (SafetensorError, OSError):
+    except (SafetensorError, OSError, ValueError, IndexError):  # the two latter: tensors that belong to no codes
         return None
 
 
 def write_codes(path: Path, codes: dict[str, Quantised]) -> None:
-    """Keep codes for the next start, whole or not at all; a disk without room for them is no reason to fail."""
+    """Keep codes for the next start, whole or not at all; a disk without room for them, or a folder that cannot be written, is no reason to fail."""
     tensors = {}
     for name, quantised in codes.items():
         tensors |= {
@@ -98,8 +117,10 @@ def write_codes(path: Path, codes: dict[str, Quantised]) -> None:
             f"{name}.scales": quantised.scales.cpu(),
             f"{name}.zeros": quantised.zeros.cpu(),
         }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(path.parent).free < 4 * sum(tensor.nbytes for tensor in tensors.values()):
-        return
-    with appears_whole(path) as partial:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"hqq": HQQ_VERSION})
+    # Kept or not, the river is there: a cache that is full, read-only or gone costs the next start its time, and nothing else.
+    with contextlib.suppress(OSError, SafetensorError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(path.parent).free < 4 * sum(tensor.nbytes for tensor in tensors.values()):
+            return
+        with appears_whole(path) as partial:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"hqq": HQQ_VERSION})

@@ -109,8 +109,11 @@ def same_text(lanes, shared, stop):
         if stop():
             reason = "stop"
             break
-        yield from lane.guarded(lane.prefill, shared, None if lane is backbone else backbone)
-    while not backbone.finished and reason == "finished" and backbone.token_ids:
+        if not backbone.failed:
+            yield from lane.guarded(lane.prefill, shared, None if lane is backbone else backbone)
+    if stop():  # while the last of them was reading, perhaps
+        reason = "stop"
+    while not backbone.finished and reason == "finished":
         if stop():
             reason = "stop"
             break
@@ -121,7 +124,13 @@ def same_text(lanes, shared, stop):
     for lane in lanes:
         if lane.failed:
             continue
-        if lane is not backbone and lane.cache is not None and backbone.cache is not None and not backbone.failed:
-            yield lane.fidelity(backbone)
-        yield lane.end("stop" if reason == "stop" else backbone.finished or "error")
+        if backbone.failed:
+            yield from lane.fail(f"The lane {backbone.method.label}, whose text this one reads, has failed.")
+            continue
+        if lane is not backbone and lane.token_ids:
+            events = lane.guarded(lambda lane=lane: [lane.fidelity(backbone)])
+            yield from events
+            if lane.failed:
+                continue
+        yield lane.end("stop" if reason == "stop" else backbone.finished)
     yield {"type": "done", "reason": reason}

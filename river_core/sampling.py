@@ -4,14 +4,18 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from river_core.errors import InputError
+from river_core.errors import InputError, NotFinite
+
+GREEDY_BELOW = (
+    1e-6  # temperatures that are greedy: the second token would have to lie within a hundred thousandth of the first to be drawn once
+)
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn.
 
-    temperature: 0 (default) = greedy, the most probable token. top_k: keep the k most probable; 0 = all. top_p: keep the most
+    temperature: 0 (default) = greedy, the most probable token, as is everything below a millionth. top_k: keep the k most probable; 0 = all. top_p: keep the most
     probable tokens that together reach this probability; 1 = all. seed: of the lane's generator.
 
     Raises:
@@ -39,6 +43,8 @@ class Sampling:
             if not valid:
                 raise InputError(f"{name.replace('_', '-')} must be {what}, not {str(value)[:40]!r}.")
             object.__setattr__(self, name, number)
+        if self.temperature < GREEDY_BELOW:  # logits divided by less than float32 holds would be no numbers
+            object.__setattr__(self, "temperature", 0.0)
 
     def describe(self) -> dict:
         """As a trace carries it."""
@@ -53,13 +59,23 @@ class Sampler:
         self.generator = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """Draw a token id from logits [V]."""
+        """Draw a token id from logits [V].
+
+        Raises:
+            NotFinite: there is nothing to draw from.
+        """
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         return self.draw(probabilities(logits, self.sampling))
 
     def draw(self, weights: torch.Tensor) -> int:
-        """Draw an index from weights [V] that need not add up to 1. On the CPU, so that a seed means the same on every device."""
+        """Draw an index from weights [V] that need not add up to 1. On the CPU, so that a seed means the same on every device.
+
+        Raises:
+            NotFinite: a weight is not a number.
+        """
+        if not bool(torch.isfinite(weights).all()):
+            raise NotFinite
         return int(torch.multinomial(weights.cpu(), 1, generator=self.generator))
 
     def uniform(self) -> float:
@@ -72,7 +88,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     logits = logits.to(torch.float32)
     if sampling.temperature == 0:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / sampling.temperature  # their differences alone matter, and cannot overflow upwards
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < kth, float("-inf"))

@@ -152,7 +152,7 @@ def build(runs: Runs, desk: Desk | None = None) -> None:
     # Past Gradio's queue, which has one length for everything and refuses runs when it is full. The desk answers in the order of the questions: a lane that is
     # chosen while the table is still filling comes after the one before it, and is not dropped.
     panel.tokens(tokens, None, table, trigger_mode="multiple", queue=False, **private)
-    panel.sweep(sweep, None, panel, trigger_mode="once", concurrency_limit=None, **private)
+    panel.sweep(sweep, None, panel, trigger_mode="multiple", concurrency_limit=None, **private)
     panel.sweep_stop(stop, None, None, queue=False, **private)
 
 

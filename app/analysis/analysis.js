@@ -21,9 +21,15 @@ const VIEWS = [
 const CHART_VIEWS = ["exit-depths", "latency", "similarity", "memory"];
 const BRUSHED = ["exit-depths", "latency"];
 const PANEL_WIDTH = 380; // px that a small multiple needs
+const DOUBLE_MS = 1000;
 const NOT_FINISHED = "The charts appear when the run has ended.";
 const NOT_OPEN = "Nothing is open yet. Open a recording in Watch, or make a run.";
 const LOST = "There is no connection to the server.";
+
+/** Whether an element is shown; older browsers do not say so themselves. */
+function inView(element) {
+  return element.checkVisibility?.() ?? element.getClientRects().length > 0;
+}
 
 /** Called once by gr.HTML's js_on_load with the tools that Gradio hands it. */
 function connectAnalysis({ element, props, server, trigger, watch }) {
@@ -36,6 +42,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   let comparing = 0; // ... and with every comparison
   let marks = new Map();
   let sweep = noSweep();
+  let swept = -Infinity; // when the last one was asked for
   let result = []; // charts of the last sweep, or of a saved result
   let diff = null;
   let diffLane = null;
@@ -116,7 +123,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
 
   /* What is open */
 
-  const seen = () => element.checkVisibility();
+  const seen = () => inView(element);
   const finished = (stage) => stage.source !== "live" || isFinal(stage.whole ?? stage.run);
   const wholeOf = (stage) => stage.whole ?? stage.run;
   const labelsOf = (stage) => new Map([...wholeOf(stage).lanes.values()].map((lane) => [lane.id, lane.label]));
@@ -221,7 +228,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
 
   function draw(root, entry, name) {
     const figure = entry.figure;
-    const now = () => root.isConnected && root.checkVisibility() && (root !== plot || (view === name && held.charts.get(name) === entry));
+    const now = () => root.isConnected && inView(root) && (root !== plot || (view === name && held.charts.get(name) === entry));
     drawn = drawn
       .then(async () => {
         if (!now()) return;
@@ -316,8 +323,10 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
   function startSweep(settings) {
     const stage = river();
     const words = obstacle(stage);
-    if (words) controls.say(words);
-    else trigger("sweep", { id: stage.id, ...settings });
+    if (words) return controls.say(words);
+    if (performance.now() - swept < DOUBLE_MS) return; // the second half of a double click
+    swept = performance.now();
+    trigger("sweep", { id: stage.id, ...settings });
   }
 
   function takeSweep(text) {

@@ -12,13 +12,20 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MODULES = [
-    *("ramp.js", "save.js", "store.js", "inspector.js", "layout.js", "surface.js", "paint.js", "grids.js", "table.js"),
-    *("headline.js", "memory.js", "runcard.js", "race.js", "texts.js", "player.js", "transport.js", "keys.js", "stage.js"),
+    *("ramp.js", "save.js", "store.js", "decision.js", "inspector.js", "layout.js", "surface.js", "paint.js", "grids.js", "table.js"),
+    *("headline.js", "memory.js", "runcard.js", "race.js", "texts.js", "player.js", "transport.js", "frame.js"),
+    *("place.js", "keys.js", "stage.js"),
 ]
 """In order of dependency. Their top-level names share one scope once joined and must differ."""
 
-PAGE_MODULES = ["link.js", "upload.js", "watch.js", "glue.js"]
+PAGE_MODULES = ["link.js", "upload.js", "note.js", "watch.js", "channel.js", "glue.js"]
 """What the page adds to them."""
+
+REPLAY_MODULES = ["theme.js", "replay.js"]
+"""What a replay adds to them."""
+
+SITE_MODULES = ["theme.js", "link.js", "note.js", "watch.js", "site.js"]
+"""What the static site adds to them."""
 
 IMPORT = re.compile(r"^import\s[^;]*;\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)
@@ -35,5 +42,5 @@ def page_script() -> str:
     return script(*PAGE_MODULES) + "\nconnect({ element, props, server, trigger, watch });\n//# sourceURL=river-stage.js\n"
 
 
-def style() -> str:
-    return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("stage.css", "grids.css"))
+def style(*extra: str) -> str:
+    return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("stage.css", "grids.css", *extra))

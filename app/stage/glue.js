@@ -1,19 +1,19 @@
 // Joins the stage to Gradio: channel messages in, run state to the buttons, model progress to the pill; and to the rest
 // of the page: the recordings of the Watch tab, links, files that are dropped or saved.
 
+import { createChannel } from "./channel.js";
+import { createPlacer } from "./frame.js";
 import { el, setText } from "./inspector.js";
 import { linkTo, placeOf, readLink } from "./link.js";
+import { createNote } from "./note.js";
+import { createFollower, createMemo } from "./place.js";
 import { saveText } from "./save.js";
 import { createStage } from "./stage.js";
-import { isFinal, newRun, statusLine } from "./store.js";
 import { packTraceFile } from "./upload.js";
 import { createWatch } from "./watch.js";
 
-const RUN_KEY = "river-explorer-run";
 const MODEL_POLL_MS = 400;
-const RUN_POLL_MS = 300;
 const DRAG_OVER_MS = 200; // a drag over the page reports itself at least this often
-const NOTE_MS = 7000;
 const RECORDING = "recording:";
 const NO_SERVER = "There is no connection to the server.";
 const FILE_TYPES = { json: "application/json", csv: "text/csv", html: "text/html" };
@@ -22,9 +22,13 @@ const FILE_TYPES = { json: "application/json", csv: "text/csv", html: "text/html
 function connect({ element, props, server, trigger, watch }) {
   const app = element.closest(".gradio-container") ?? document.body;
   const button = (id) => app.querySelector(`#${id}`);
-  const note = createNote(element.querySelector(".page-note"));
+  const placer = createPlacer();
+  const note = createNote(element.querySelector(".page-note"), placer.put);
+  const followAddress = createFollower(addressOf, (url) => url !== location.href && history.replaceState(history.state, "", url));
   const stage = createStage(element.querySelector(".stage-root"), {
+    placer,
     onCursor: followAddress,
+    onEscape: stopByKey,
     actions: [
       keep("json", "Download trace", "The open run as a JSON file, which this page can open again"),
       keep("csv", "Token table", "Every token of every lane as a CSV file"),
@@ -32,61 +36,22 @@ function connect({ element, props, server, trigger, watch }) {
       { name: "link", label: "Copy link", title: "A link to this recording, at the locked token", run: copyLink },
     ],
   });
-  const list = createWatch(el("div", { class: "watch" }), { pick: (slug) => openRecording(slug), own: tryOwn, last: showLive, file: openFile });
+  const list = createWatch(el("div", { class: "watch" }), { pick: (slug) => openRecording(slug), own: tryOwn, last: () => channel.showLive(), file: openFile });
   const texts = new Map(); // recordings that were fetched, by slug
-  const retired = new Set(); // runs of this tab that a newer one has replaced
-  let live = { id: null, seq: -1, state: "idle" }; // the run of this tab, whether or not the stage shows it
-  let coming = null; // the run after it, as long as it has not begun: in line, or about to be refused
-  let held = null; // messages that arrive while the whole run is fetched again
   let opening = 0; // grows with everything that takes the stage, so that a slow answer cannot take it back
+  const channel = createChannel({
+    stage,
+    ask,
+    memo: createMemo(() => sessionStorage),
+    on: { show: showState, say, note: (words) => note.show(words ?? NO_SERVER), select, taken: () => ++opening, turn: () => opening },
+    wait: sleepMs,
+  });
 
-  /* The run of this tab */
-
-  const active = () => coming !== null || (live.state !== "idle" && !isFinal(live));
-  const showsLive = () => stage.source === "live" || stage.source === "preview";
-
-  function showState() {
-    const { state } = coming ?? live;
+  function showState({ state, active, lastRun }) {
     app.dataset.runState = state;
-    button("run")?.setAttribute("aria-disabled", String(active()));
-    button("stop")?.setAttribute("aria-disabled", String(!active() || state === "stopping"));
-    list.lastRun(live.id !== null && !showsLive());
-  }
-
-  function take(text) {
-    if (!text) return;
-    const message = JSON.parse(text);
-    if (retired.has(message.run_id)) return;
-    const begins = message.run_id !== live.id;
-    if (begins && message.events.length === 0) return holdBack(message);
-    if (begins) {
-      if (live.id) retired.add(live.id);
-      live = { id: message.run_id, seq: -1, state: "idle" };
-      opening += 1;
-      sessionStorage.setItem(RUN_KEY, live.id);
-      coming = null;
-      say("");
-    }
-    if (message.seq > live.seq && !isFinal(live)) live = { ...live, seq: message.seq, state: message.state };
-    if (held) held.push(message);
-    else if (begins || stage.id === live.id) stage.apply(message);
-    showState();
-  }
-
-  /**
-   * A run takes the stage with its first event. Until then, and for good if it is refused, what is open stays open, and the line beside
-   * the controls says how the run stands.
-   */
-  function holdBack(message) {
-    const known = coming?.id === message.run_id ? coming.seq : -1;
-    if (message.seq <= known) return;
-    coming = { id: message.run_id, seq: message.seq, state: message.state };
-    say(statusLine(Object.assign(newRun(), message)), message.state);
-    if (isFinal(coming)) {
-      retired.add(coming.id);
-      coming = null;
-    }
-    showState();
+    button("run")?.setAttribute("aria-disabled", String(active));
+    button("stop")?.setAttribute("aria-disabled", String(!active || state === "stopping"));
+    list.lastRun(lastRun);
   }
 
   function say(words, state = "") {
@@ -95,37 +60,6 @@ function connect({ element, props, server, trigger, watch }) {
     line.dataset.state = state;
     line.hidden = !words;
     setText(line, words);
-  }
-
-  /** Back from a recording or a file to the run of this tab, as far as it has come. */
-  async function showLive() {
-    const turn = ++opening;
-    held = [];
-    const text = await ask("snapshot", live.id);
-    const missed = held;
-    held = null;
-    if (turn !== opening) return;
-    if (!text) {
-      note.show(text === null ? "The server does not hold your last run any more." : NO_SERVER);
-      return;
-    }
-    select("run");
-    stage.reset();
-    for (const message of [JSON.parse(text), ...missed]) stage.apply(message);
-    showState();
-  }
-
-  /** After a reload: follow the run that this tab had begun, until the server has brought it to its end. */
-  async function resume(id, text) {
-    select("run");
-    while (text) {
-      if (live.id && live.id !== id) return; // a new run has begun meanwhile
-      take(text);
-      if (isFinal(live)) return;
-      await sleepMs(RUN_POLL_MS);
-      text = await ask("snapshot", id);
-    }
-    sessionStorage.removeItem(RUN_KEY);
   }
 
   /* Recordings, files, links */
@@ -165,11 +99,10 @@ function connect({ element, props, server, trigger, watch }) {
   const openSlug = () => (stage.source === "recording" ? stage.id.slice(RECORDING.length) : null);
 
   /** The address names a token only while one is locked in a recording, and a recording only if it named it before. */
-  function followAddress() {
+  function addressOf() {
     const slug = openSlug();
     const named = slug !== null && (stage.cursor !== null || readLink(location.search)?.slug === slug);
-    const url = linkTo(location.href, named ? slug : null, stage.cursor);
-    if (url !== location.href) history.replaceState(history.state, "", url);
+    return linkTo(location.href, named ? slug : null, stage.cursor, { keep: true });
   }
 
   async function copyLink() {
@@ -214,15 +147,27 @@ function connect({ element, props, server, trigger, watch }) {
     button(`${tab}-tab-button`)?.click();
   }
 
+  /** The Run tab, filled in as the open trace was made. */
   async function tryOwn() {
-    const prompt = stage.whole.header?.prompt;
+    const { id, source } = stage;
     select("run");
     const box = await mounted(app, "#prompt textarea");
-    if (prompt) {
-      box.value = prompt;
-      box.dispatchEvent(new Event("input", { bubbles: true }));
-    }
+    if (id !== null && source !== "live") trigger("own", { id });
     box.focus({ preventScroll: true });
+  }
+
+  function pressed() {
+    if (!channel.press()) return false;
+    stage.pause();
+    say("");
+    return true;
+  }
+
+  /** Esc without a kept token; everything that has a use of its own for the key has had it before. */
+  function stopByKey() {
+    if (!channel.active || !channel.showsLive) return false;
+    button("stop")?.click();
+    return true;
   }
 
   async function followModel() {
@@ -241,7 +186,7 @@ function connect({ element, props, server, trigger, watch }) {
   /** What the page shows first: what a link asks for, the run of this tab, or the first recording. */
   async function begin() {
     const link = readLink(location.search);
-    const earlier = sessionStorage.getItem(RUN_KEY);
+    const { id: earlier, here } = channel.earlier();
     const asked = [ask("recordings"), link || !earlier ? ask("recording", link?.slug ?? "") : null, earlier ? ask("snapshot", earlier) : null];
     const turn = opening;
     asked[0].then((recordings) => {
@@ -249,83 +194,58 @@ function connect({ element, props, server, trigger, watch }) {
       list.current(stage.id);
     });
     const snapshot = await asked[2];
-    if (snapshot && !link) return resume(earlier, snapshot);
-    if (earlier && !snapshot) sessionStorage.removeItem(RUN_KEY);
+    if (snapshot && !link && here) return channel.resume(earlier, snapshot);
+    if (earlier && !snapshot) channel.forget();
     let text = await (asked[1] ?? ask("recording", ""));
-    if (turn !== opening) return; // the visitor was faster
-    const unknown = link && text === null;
-    if (unknown) text = await ask("recording", "");
-    if (text) showRecording(text, unknown ? {} : { link });
-    if (unknown) note.show("The link names a recording that this page does not have, so the first one is shown.");
-    if (snapshot) resumeQuietly(snapshot);
-  }
-
-  /** A run of this tab is known, but a link goes before it: only the way back to it is shown. */
-  function resumeQuietly(snapshot) {
-    const { run_id: id, seq, state } = JSON.parse(snapshot);
-    if (live.id === null) live = { id, seq, state };
-    showState();
+    if (turn === opening) {
+      const unknown = link && text === null;
+      if (unknown) text = await ask("recording", "");
+      if (text && turn === opening) showRecording(text, unknown ? {} : { link });
+      if (unknown) note.show("The link names a recording that this page does not have, so the first one is shown.");
+    }
+    if (snapshot) channel.follow(snapshot);
   }
 
   stage.element.river = stage; // how the Analyse tab, a component of its own, finds the stage
   stage.element.addEventListener("river:opened", () => {
     list.current(stage.id);
     followAddress();
-    showState();
+    channel.show();
   });
-  watch("value", () => take(props.value));
-  take(props.value);
-  showState();
+  watch("value", () => channel.take(props.value));
+  channel.take(props.value);
+  channel.show();
+  // Before Gradio hears of it: a press that is not meant as one goes no further, and every other one counts.
+  app.addEventListener("click", (event) => event.target.closest("#run") && !pressed() && refuse(event), { capture: true });
+  app.addEventListener("click", (event) => event.target.closest("#stop[aria-disabled=true]") && refuse(event), { capture: true });
+  app.addEventListener("keydown", (event) => submits(event) && !pressed() && refuse(event), { capture: true });
   app.addEventListener("click", (event) => {
-    if (event.target.closest("#run") && !active()) {
-      stage.pause();
-      say("");
-    }
-    if (event.target.closest("#run-tab-button")) mounted(app, "#stop").then(showState);
+    if (event.target.closest("#run-tab-button")) mounted(app, "#stop").then(channel.show);
   });
+  addEventListener("pagehide", channel.left);
+  addEventListener("pageshow", (event) => event.persisted && channel.back());
   mounted(app, "#watch").then((panel) => panel.replaceChildren(list.element));
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && active() && showsLive() && !event.defaultPrevented) button("stop")?.click();
-  });
-  takeDrops(openFile);
+  takeDrops(openFile, placer);
   begin();
   followModel();
   element.dataset.ready = "true";
 }
 
-/** The line at the foot of the page that answers an action: a sentence, perhaps with one thing to do about it. */
-function createNote(root) {
-  const words = el("span");
-  const way = el("button", { type: "button", class: "note-way" });
-  const close = el("button", { type: "button", class: "note-close", "aria-label": "Close this message" }, "×");
-  let timer = 0;
-  let run = null;
-  const hide = () => {
-    root.hidden = true;
-  };
-  close.addEventListener("click", hide);
-  way.addEventListener("click", () => {
-    hide();
-    run();
-  });
-  root.replaceChildren(words, way, close);
-  root.setAttribute("role", "alert");
-  return {
-    show(text, { label = "", run: action = null, brief = false } = {}) {
-      clearTimeout(timer);
-      words.textContent = text;
-      way.textContent = label;
-      way.hidden = !label;
-      run = action;
-      root.hidden = false;
-      if (brief) timer = setTimeout(hide, NOTE_MS);
-    },
-  };
+/** Whether a key press is one that Gradio takes for a press of Run. */
+function submits(event) {
+  if (event.key !== "Enter" || event.isComposing || !event.target.closest("#prompt, #more")) return false;
+  return event.target.matches("input") || event.shiftKey || event.target.rows === 1;
+}
+
+function refuse(event) {
+  event.stopImmediatePropagation();
+  event.preventDefault();
 }
 
 /** Files dropped anywhere on the page go to `open`; while one is dragged over it the page says what a drop would do. */
-function takeDrops(open) {
-  const hint = el("div", { class: "drop-hint", hidden: "" }, el("b", {}, "Drop a trace file (.json or .json.gz) to open it"));
+function takeDrops(open, placer) {
+  const words = el("b", {}, "Drop a trace file (.json or .json.gz) to open it");
+  const hint = el("div", { class: "drop-hint", hidden: "" }, words);
   document.body.append(hint);
   let timer = 0;
   const carriesFile = (event) => event.dataTransfer?.types.includes("Files");
@@ -336,13 +256,15 @@ function takeDrops(open) {
     if (!carriesFile(event)) return;
     event.preventDefault();
     hint.hidden = false;
+    placer.put(words, event.clientY);
     clearTimeout(timer);
     timer = setTimeout(hide, DRAG_OVER_MS);
   });
   document.addEventListener("drop", (event) => {
     if (!carriesFile(event)) return;
-    event.preventDefault();
     hide();
+    if (event.target.closest?.("input[type=file]")) return; // it is meant for that one
+    event.preventDefault();
     if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0]);
   });
 }

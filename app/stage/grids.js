@@ -1,6 +1,7 @@
 // The grids under the texts: who wrote each slot of the KV cache, how much each layer changed the state, and how far keys and
 // values are from the backbone's. All share one x axis, one scrollbar and one cursor.
 
+import { besideTau, exitScore, testPassed } from "./decision.js";
 import { el, setText, visible } from "./inspector.js";
 import {
   AXIS,
@@ -12,8 +13,10 @@ import {
   columnX,
   columnsOf,
   fitCell,
+  layersInRow,
   newSlots,
   ownerRuns,
+  rowOfLayer,
   rowsOf,
   scrollFor,
   slotAt,
@@ -29,6 +32,7 @@ import {
   paintSimilarity,
   palette,
   promptOf,
+  rowWords,
   sharesInWords,
   similaritiesAt,
   similarityLimits,
@@ -119,8 +123,11 @@ function similarityWords(run, lane, position, layer) {
   const value = similaritiesAt(run, lane, position)?.[layer];
   if (typeof value !== "number") return "";
   const token = tokenAt(run, lane, position);
-  const tau = token && testNeeded(lane, token, layer) ? ` ${value > lane.rule.tau ? ">" : "≤"} tau ${lane.rule.tau}` : "";
-  return ` · similarity ${value.toFixed(4)}${tau}`;
+  if (!token || !testNeeded(lane, token, layer)) return ` · similarity ${value.toFixed(4)}`;
+  const exit = layer + 1 === token.exit_layer;
+  const passed = exit ? testPassed(token, lane, layersOf(run)) : false; // below the exit no test has passed
+  if (passed === null || (exit && passed === false)) return ` · similarity ${value.toFixed(4)}`;
+  return ` · similarity ${besideTau(exit ? exitScore(token) : { value, exact: false }, passed, lane.rule.tau)}`;
 }
 
 /** The runs of owners of one column in words, for a token that is pointed at elsewhere. */
@@ -223,6 +230,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
   const scroller = el("div", { class: "grids-scroll" }, wide);
   const readout = el("p", { class: "grids-readout" });
   const known = el("span", { class: "tag" });
+  const rowsNote = el("span", { class: "about" });
   const element = el(
     "section",
     { class: "grids", "aria-label": "KV cache" },
@@ -232,6 +240,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
       el("h2", {}, "KV cache"),
       known,
       el("span", { class: "about" }, "who wrote each slot: a column is a position, a row a layer, layer 1 at the bottom"),
+      rowsNote,
       el("span", { class: "tools", role: "group", "aria-label": "Width of the columns" }, out, fit, into),
     ),
     legend,
@@ -410,11 +419,19 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
 
   function drawWords() {
     setText(known, view.how ?? "measured");
+    setText(rowsNote, scene ? rowsWords(scene) : "");
     const lane = run.lanes.get(view.lane);
     setLabel(canvases.owners, gridSummary(run, slots));
     setLabel(canvases.change, `Similarity by layer and position, lane ${lane?.label}. The table of tokens has the value at each exit.`);
     setLabel(canvases.error, `${which === "v" ? "V" : "K"} error against the backbone by layer and position, lane ${lane?.label}.`);
     setText(readout, readoutWords());
+  }
+
+  /** In which grids a row is more than one layer. */
+  function rowsWords({ owners, change }) {
+    const words = rowWords(owners.rows.stride > 1 ? owners.rows : change.rows);
+    if (!words) return "";
+    return owners.rows.stride === change.rows.stride ? words : `${owners.rows.stride > 1 ? "here" : "below"}, ${words}`;
   }
 
   function readoutWords() {
@@ -442,7 +459,16 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
     const slot = slotAt(stack, rows, columns, scroll, event.offsetX, event.offsetY);
     if (!slot) return null;
     const i = slot.position - promptOf(run) + 1;
+    slot.layer = tellingLayer(slot, rows);
     return { lane: slot.lane, i: run.lanes.get(slot.lane)?.tokens[i] ? i : null, position: slot.position, layer: slot.layer };
+  }
+
+  /** Of the layers that a row stands for, the one to read out: a hole, if there is one. */
+  function tellingLayer({ lane, position, layer }, rows) {
+    const known = slots.get(lane);
+    const [first, last] = layersInRow(rows, rowOfLayer(rows, layer), known.layers);
+    for (let one = first; one < last && position < known.positions; one += 1) if (known.owner[position * known.layers + one] === OWNER.empty) return one;
+    return layer;
   }
 
   function point(slot) {
@@ -551,7 +577,7 @@ export function createGrids(container, { onHover = () => {}, onClick = () => {} 
     let y = margin;
     surface.text(margin, y + 14, [[title, ink, true]], { size: 16 });
     surface.text(margin, y + 34, [[`${[...run.lanes.values()].map((one) => one.label).join(", ")} · “${prompt.length > most ? `${prompt.slice(0, most)}…` : prompt}”`, muted]], { size: 12 });
-    surface.text(margin, y + 52, [["Who wrote each slot: a column is a position, a row a layer, layer 1 at the bottom.", muted]], { size: 12 });
+    surface.text(margin, y + 52, [[`Who wrote each slot: a column is a position, a row a layer, layer 1 at the bottom${parts.owners.rows.stride > 1 ? `; ${rowWords(parts.owners.rows)}` : ""}.`, muted]], { size: 12 });
     y += head;
     for (const line of lines) {
       for (const [name, words, x] of line) {

@@ -2,7 +2,7 @@
 // words are chosen by the numbers: a lane that is slower is called slower.
 
 import { visible } from "./inspector.js";
-import { backboneOf, firstDifference, isOver, layersOf, meanDepth, sameText, speed, speedBound, speedUp } from "./store.js";
+import { backboneOf, firstDifference, isOver, layersOf, meanDepth, sameText, speed, speedEstimate, speedUp } from "./store.js";
 
 const KINDS = new Map([
   ["difficulty", difficultyWords],
@@ -128,9 +128,9 @@ function recomputeWords(run, over) {
   if (v >= 0.999) said.push("Completed, its cache is the backbone’s but for rounding.");
   else if (typeof v === "number") said.push(`Completed, its values are at cosine ${v.toFixed(3)} to the backbone’s.`);
   const ratio = speedUp(run, lane);
-  const bound = speedBound(run, lane);
-  if (ratio && bound && bound !== Infinity) {
-    const but = ratio < 0.9 * bound ? `; its early exits alone would allow ${bound.toFixed(2)}×` : "";
+  const bound = speedEstimate(run, lane);
+  if (ratio && bound) {
+    const but = bound.whole && ratio < 0.9 * bound.times ? `; its early exits alone would allow ${bound.times.toFixed(2)}×` : "";
     said.push(`It ${paceWords(ratio)}${but}.`);
   }
   return said.join(" ");

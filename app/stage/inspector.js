@@ -1,5 +1,6 @@
 // The docked card about one token. Text of the prompt and of the model enters the page through textContent only.
 
+import { besideTau, exitScore, testPassed } from "./decision.js";
 import { css, depthColour } from "./ramp.js";
 import { backboneOf, fillingsOf, layersOf, slotFidelity } from "./store.js";
 
@@ -46,6 +47,9 @@ const KNOWN = {
   "Filled now": "As the engine’s cache says",
 };
 
+/** How facts are known, in words, for a list: [[fact, words], ...]. */
+export const TOKEN_FACTS = Object.entries(KNOWN);
+
 function fact(name, ...value) {
   return el("div", { class: "fact", title: KNOWN[name] ?? null }, el("dt", {}, name), el("dd", {}, ...value));
 }
@@ -67,11 +71,13 @@ const SCORES = {
   entropy: ["its certainty (1 less the normalised entropy)", () => undefined],
 };
 
-/** Why a head rule let a token go. The score stands in the trace only where the answer comes from the exit state itself. */
+/** Why a head rule let a token go. Where the trace lacks the score, the candidates give it if the answer comes from the exit state itself. */
 function headRuleWords(token, lane) {
   const [what, score] = SCORES[lane.rule.name];
-  const value = lane.untrainedHead ? score(token.top5) : undefined;
-  return Number.isFinite(value) ? `${what}, ${value.toFixed(3)}, passed ${lane.rule.threshold}` : `${what} passed ${lane.rule.threshold}`;
+  const value = typeof token.score === "number" ? token.score : lane.untrainedHead ? score(token.top5) : undefined;
+  const shown = Number.isFinite(value) ? value.toFixed(3) : "";
+  const fits = shown && Number(shown) > lane.rule.threshold; // a rounded one may not
+  return `${what}${fits ? `, ${shown},` : ""} passed ${lane.rule.threshold}`;
 }
 
 function limitsOfRule(rule) {
@@ -91,16 +97,20 @@ export function exitSentence(token, lane, layers) {
   if (rule.name === "follow") return `Left after layer ${depth}, where River left.`;
   if (rule.name === "fixed") return `Left after layer ${depth}, as in every token.`;
   if (rule.name === "replay") return `Left after layer ${depth}, as prescribed.`;
+  if (token.why === "forced") return `Left after layer ${depth}, as prescribed.`;
   if (Object.hasOwn(SCORES, rule.name ?? "")) {
+    if (testPassed(token, lane, layers) === false) return `Left after layer ${depth}: it had to.`;
     return `Left after layer ${depth}: ${headRuleWords(token, lane)}${limitsOfRule(rule)}.`;
   }
-  const score = token.similarity[depth - 1];
-  if (typeof score !== "number" || typeof rule.tau !== "number") return `Left after layer ${depth}: the rule was met.`;
-  if (score <= rule.tau) {
-    const why = lane.method === "monotone" ? "no token may go deeper than the one before it" : "it had to";
-    return `Left after layer ${depth}: ${why}; similarity ${score.toFixed(4)} ≤ tau ${rule.tau}.`;
-  }
-  return `Left after layer ${depth}: similarity ${score.toFixed(4)} > tau ${rule.tau}${limitsOfRule(rule)}.`;
+  const score = exitScore(token);
+  const passed = testPassed(token, lane, layers);
+  if (!score || typeof rule.tau !== "number") return `Left after layer ${depth}: ${passed === false ? "it had to" : "the rule was met"}.`;
+  if (passed === null) return `Left after layer ${depth}: similarity ${score.value.toFixed(4)}, which is tau ${rule.tau} but for rounding; the trace does not tell more.`;
+  if (passed) return `Left after layer ${depth}: similarity ${besideTau(score, true, rule.tau)}${limitsOfRule(rule)}.`;
+  const why = lane.method === "monotone" ? "no token may go deeper than the one before it" : "it had to";
+  // What did not decide is compared only where it is known exactly.
+  const known = score.exact ? besideTau(score, score.value > rule.tau, rule.tau) : `${score.value.toFixed(4)} at tau ${rule.tau}`;
+  return `Left after layer ${depth}: ${why}; similarity ${known}.`;
 }
 
 function fullDepthWords(token, lane, layers) {
@@ -108,11 +118,16 @@ function fullDepthWords(token, lane, layers) {
   const all = `Ran all ${layers} layers`;
   if (lane.method === "verified") return `${all}: checked by the backbone.`;
   if (rule.name === "follow") return `${all}, as River did.`;
+  if (token.why === "forced") return `${all}.`;
+  if (token.why === "held") return lane.method === "recompute" || lane.method === "replay" ? `${all}: too many tokens were waiting.` : `${all}: it had to.`;
   if (!token.tested) return lane.method === "recompute" || lane.method === "replay" ? `${all}, without a test: too many tokens were waiting.` : `${all}.`;
   if (typeof rule.threshold === "number") return `${all}: its confidence did not pass ${rule.threshold} (${rule.name})${limitsOfRule(rule)}.`;
   const best = highest(token, rule);
   if (!best || typeof rule.tau !== "number") return `${all}: the rule was not met.`;
-  return `${all}: similarity reached ${best[0].toFixed(4)} at most (layer ${best[1]}), not above tau ${rule.tau}${limitsOfRule(rule)}.`;
+  const reached = best[0].toFixed(4);
+  // The highest may round to more than tau, which it did not pass.
+  const most = Number(reached) > rule.tau ? `did not pass tau ${rule.tau} (${reached} when rounded, layer ${best[1]})` : `reached ${reached} at most (layer ${best[1]}), not above tau ${rule.tau}`;
+  return `${all}: similarity ${most}${limitsOfRule(rule)}.`;
 }
 
 /** Similarity by layer as a small line; the part that the exit test used is solid, the rest was only looked at. */
@@ -282,7 +297,7 @@ function candidates(token) {
         "li",
         id === token.id ? { class: "chosen" } : {},
         bar,
-        el("span", { class: "top5-text" }, visible(text)),
+        el("bdi", { class: "top5-text", lang: "" }, visible(text)),
         el("span", { class: "top5-share" }, `${(share * 100).toFixed(1)} %`),
       ),
     );
@@ -305,7 +320,7 @@ export function inspectorContent(run, lane, token, theme, how = "measured") {
   swatch.style.background = css(depthColour(token.exit_layer / layers, theme));
   const plot = similarityPlot(token, lane, layers);
   return [
-    el("div", { class: "token-title" }, swatch, el("code", {}, visible(token.text)), el("span", { class: "tag" }, how)),
+    el("div", { class: "token-title" }, swatch, el("code", { lang: "", dir: "auto" }, visible(token.text)), el("span", { class: "tag" }, how)),
     el("p", { class: "token-place" }, `${lane.label} · token ${token.i + 1} · position ${token.position} · id ${token.id}`),
     el("p", { class: "why" }, exitSentence(token, lane, layers)),
     plot,

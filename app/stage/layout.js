@@ -131,8 +131,8 @@ const LEAST_ROW = 2;
 const TALLEST_ROW = 10;
 
 /**
- * The layers that get a row, shallow to deep, and the height of a row in pixels. A model with more layers than there are rows
- * keeps 1 of n layers and always the last.
+ * The rows, shallow to deep, and the height of one in pixels: `shown` has the first layer of each. In a model with more layers than there are rows, a row stands
+ * for `stride` layers; the last layer has a row of its own.
  */
 export function rowsOf(layers, lanes) {
   const height = LANE_HEIGHT[Math.min(Math.max(1, lanes), LANE_HEIGHT.length - 1)];
@@ -141,6 +141,35 @@ export function rowsOf(layers, lanes) {
   for (let layer = 0; layer < layers; layer += stride) shown.push(layer);
   if (shown.at(-1) !== layers - 1) shown.push(layers - 1);
   return { shown, stride, height: Math.min(TALLEST_ROW, Math.max(LEAST_ROW, Math.floor(height / shown.length))) };
+}
+
+/** The layers [first, last + 1] that a row (0 = lowest) stands for. */
+export function layersInRow(rows, row, layers) {
+  return [rows.shown[row], rows.shown[row + 1] ?? layers];
+}
+
+/**
+ * The owners of one position by row, as ownerRuns has them by layer: [[first row, last row + 1, owner], ...]. Where a row stands for several layers it is empty if
+ * one of them is, so that no hole can be out of sight; otherwise it shows who wrote most of them.
+ */
+export function ownerRows(slots, position, rows) {
+  const runs = [];
+  if (position >= slots.positions) return runs;
+  const tally = rows.stride > 1 ? new Uint16Array(OWNER_NAMES.length) : null;
+  for (let row = 0; row < rows.shown.length; row += 1) {
+    const [first, last] = layersInRow(rows, row, slots.layers);
+    let owner = slots.owner[position * slots.layers + first];
+    if (last - first > 1) {
+      tally.fill(0);
+      for (let layer = first; layer < last; layer += 1) tally[slots.owner[position * slots.layers + layer]] += 1;
+      if (tally[OWNER.empty] > 0) owner = OWNER.empty;
+      else for (let other = 0; other < tally.length; other += 1) if (tally[other] > tally[owner]) owner = other;
+    }
+    const before = runs.at(-1);
+    if (before?.[2] === owner) before[1] = row + 1;
+    else runs.push([row, row + 1, owner]);
+  }
+  return runs;
 }
 
 /** The row (0 = lowest) that shows a layer: its own, or the one that stands for it. */

@@ -10,12 +10,12 @@ export function readLink(search) {
 }
 
 /**
- * The address of a moment: `href` with the parts of a link set, or without them if `slug` is null; other parts of the
- * query are kept. `cursor` is { lane, i } or null.
+ * The address of a moment: `href` with the parts of a link set, or without them if `slug` is null. `cursor` is { lane, i } or null.
+ * Other parts of the query stay only where `keep` says so, in the visitor's own address: in a private Space one of them is a key.
  */
-export function linkTo(href, slug, cursor) {
+export function linkTo(href, slug, cursor, { keep = false } = {}) {
   const url = new URL(href);
-  for (const key of KEYS) url.searchParams.delete(key);
+  for (const key of keep ? KEYS : [...url.searchParams.keys()]) url.searchParams.delete(key);
   if (slug) {
     url.searchParams.set("recording", slug);
     if (cursor) {

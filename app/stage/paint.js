@@ -17,9 +17,10 @@ import {
   columnWidth,
   columnX,
   layerTicks,
+  layersInRow,
   levelOf,
   mixed,
-  ownerRuns,
+  ownerRows,
   ownerShares,
   rowOfLayer,
   rowsBelow,
@@ -27,6 +28,7 @@ import {
   tickStep,
   visiblePositions,
 } from "./layout.js";
+import { layersOf } from "./store.js";
 
 /** What the owners are called in titles, legend and readout. */
 export const OWNER_WORDS = {
@@ -98,6 +100,11 @@ export function testNeeded(lane, token, layer) {
   if (rule?.name !== "similarity" || !token?.tested) return false;
   const number = layer + 1;
   return number <= token.exit_layer && number < token.similarity.length && number >= (rule.floor ?? 1) && (!rule.layers || rule.layers.includes(number));
+}
+
+/** What a row stands for where it is not one layer; empty where it is. */
+export function rowWords(rows) {
+  return rows.stride > 1 ? `a row stands for ${rows.stride} layers, and shows a hole or the largest change in any of them` : "";
 }
 
 const SAMPLED = 32; // tokens a lane
@@ -261,12 +268,8 @@ function ownerBoxes(scene, grid, first, last) {
     const x = columnX(columns, position);
     const w = columnWidth(columns, position);
     const next = [];
-    let start = 0;
-    for (const [, end, owner] of joinedByOwner(ownerRuns(slots, position))) {
-      const low = start;
-      const high = rowsBelow(rows, end);
-      start = high;
-      if (owner === OWNER.unknown || high === low) continue;
+    for (const [low, high, owner] of ownerRows(slots, position, rows)) {
+      if (owner === OWNER.unknown) continue;
       const same = open.find((run) => run.low === low && run.high === high && run.owner === owner);
       if (same) boxes[owner][same.at + 2] += w;
       else boxes[owner].push(x, grid.height - high * rows.height, w, (high - low) * rows.height);
@@ -275,15 +278,6 @@ function ownerBoxes(scene, grid, first, last) {
     open = next;
   }
   return boxes;
-}
-
-function joinedByOwner(runs) {
-  const joined = [];
-  for (const run of runs) {
-    if (joined.at(-1)?.[2] === run[2]) joined.at(-1)[1] = run[1];
-    else joined.push([...run]);
-  }
-  return joined;
 }
 
 const WRITES = { backbone: "backbone", river: "river", propagated: "propagated", draft: "draft" };
@@ -347,13 +341,26 @@ function heat(surface, scene, grid, first, last, scale, columnLevels) {
     const levels = new Uint8Array((to - from) * count).fill(BLANK);
     for (let position = from; position < to; position += 1) {
       const level = columnLevels(position);
-      if (level) for (let row = 0; row < count; row += 1) levels[(position - from) * count + row] = level(rows.shown[row]);
+      if (level) for (let row = 0; row < count; row += 1) levels[(position - from) * count + row] = greatest(level, ...layersInRow(rows, row, layersOf(scene.run)));
     }
     surface.cells(columnX(columns, from), 0, columnWidth(columns, from), rows.height, count, levels, scale);
   }
 }
 
-/** A dot in every cell whose similarity is above tau; the one at the exit, which the exit's bar stands for, is left out. */
+/** Of the layers that a row stands for, the level that means most. */
+function greatest(level, first, last) {
+  let most = level(first);
+  for (let layer = first + 1; layer < last; layer += 1) {
+    const other = level(layer);
+    if (other !== BLANK && (most === BLANK || other % LEVELS > most % LEVELS)) most = other;
+  }
+  return most;
+}
+
+/**
+ * A dot in every cell whose similarity, as recorded, is above tau; the one at the exit, which the exit's bar stands for, is left out. Where the exit test
+ * asked before, the answer was no, whatever the rounded number says.
+ */
 function aboveTau(scene, grid, lane, tau, first, last) {
   const { run, rows, columns } = scene;
   const boxes = [];
@@ -363,9 +370,14 @@ function aboveTau(scene, grid, lane, tau, first, last) {
     const w = columnWidth(columns, position);
     const size = w < 6 || rows.height < 4 ? 1 : 2;
     const x = columnX(columns, position) + Math.floor((w - size) / 2);
-    const exit = position < columns.prompt ? 0 : tokenAt(run, lane, position)?.exit_layer;
-    rows.shown.forEach((layer, row) => {
-      if (values[layer] > tau && layer + 1 !== exit) boxes.push(x, grid.height - (row + 0.5) * rows.height - size / 2, size, size);
+    const token = position < columns.prompt ? null : tokenAt(run, lane, position);
+    const exit = token?.exit_layer ?? 0;
+    const dotted = (layer) => values[layer] > tau && layer + 1 !== exit && !(token && testNeeded(lane, token, layer));
+    rows.shown.forEach((_, row) => {
+      const [low, high] = layersInRow(rows, row, layersOf(run));
+      let some = false;
+      for (let layer = low; layer < high; layer += 1) some ||= dotted(layer);
+      if (some) boxes.push(x, grid.height - (row + 0.5) * rows.height - size / 2, size, size);
     });
   }
   return boxes;
@@ -410,9 +422,8 @@ export function paintError(surface, scene) {
       return (layer) => (typeof values[layer] !== "number" || hole(position, layer) ? BLANK : levelOf(1 - values[layer], ERROR_LIMITS));
     });
     for (let position = Math.max(first, fidelity.start); position < Math.min(last, slots.positions); position += 1) {
-      for (const [from, to, owner] of joinedByOwner(ownerRuns(slots, position))) {
-        if (owner !== OWNER.empty || !hole(position, from)) continue;
-        const [low, high] = [rowsBelow(rows, from), rowsBelow(rows, to)];
+      for (const [low, high, owner] of ownerRows(slots, position, rows)) {
+        if (owner !== OWNER.empty || fillsAtEnd(lane)) continue;
         empty.push(columnX(columns, position), grid.height - high * rows.height, columns.cell, (high - low) * rows.height);
       }
     }

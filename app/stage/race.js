@@ -12,7 +12,7 @@ import {
   recentSpeed,
   ruleWords,
   speed,
-  speedBound,
+  speedEstimate,
   speedUp,
   timeSpan,
 } from "./store.js";
@@ -24,6 +24,10 @@ const METRICS = [
   ["depth", "backbone layers", "Mean number of backbone layers that a token was taken through before it left"],
   ["count", "tokens", "Tokens written so far"],
   ["time", "seconds", "Measured engine time of this lane so far, prefill included"],
+];
+export const RACE_FACTS = [
+  ...METRICS.map(([, label, words]) => [label, words]),
+  ["layers skipped would allow", "Computed: what leaving early would gain if layers that were skipped cost nothing, and the head and the rest of a step what they were measured to cost the backbone. A measured speed-up may lie above it, since other times differ too."],
 ];
 const RIBBON_CELLS = 34; // px of height for the cells; the rest of the canvas carries the token counts
 const COUNT_EVERY = [8, 16, 32, 64, 128, 256, 512];
@@ -42,24 +46,30 @@ function metricsOf(run, lane) {
   };
 }
 
-/** What the skipped layers allow and what was measured, as [words, explanation]. */
+/** What the skipped layers would allow and what was measured, as [words, explanation]. */
 export function boundWords(run, lane) {
   if (lane.method === "backbone") return ["runs every layer: what the others are compared with", ""];
-  const bound = speedBound(run, lane);
-  if (bound === null) return ["", ""];
+  const bound = speedEstimate(run, lane);
   const ratio = speedUp(run, lane);
   const measured = ratio ? `measured ${ratio.toFixed(2)}×` : "no backbone lane to measure it against";
-  if (bound === Infinity) return [`no backbone layer runs; ${measured}`, "Every layer runs quantised, so skipping sets no limit."];
+  if (lane.decoded === 0) return ["", ""];
+  if (!bound) return [`no backbone layer runs; ${measured}`, "Every layer runs quantised, so skipping sets no limit."];
+  const times = `${bound.times.toFixed(2)}×`;
   const layers = layersOf(run);
-  const mean = (layers / bound).toFixed(1);
-  const why = `Computed: ${layers} layers over a mean of ${mean} that a token was taken through, as if skipped layers cost nothing. Measured: the speed-up.`;
+  const cost = bound.whole
+    ? "if layers that were skipped cost nothing, and the head and the rest of a step what they were measured to cost the backbone"
+    : "as if a step were nothing but layers; the parts of the backbone’s steps were not measured";
   const more = meanLayersRun(lane) - meanDepth(lane);
   const later =
     more > 0.05 && lane.cycles.size === 0
       ? ` Rows of earlier tokens ride along: with them, ${meanLayersRun(lane).toFixed(1)} rows times layers were run per token.`
       : "";
-  const what = lane.cycles.size > 0 ? "one check for several tokens allows" : "layers skipped allow";
-  return [`${what} at most ${bound.toFixed(2)}×; ${measured}`, why + later];
+  const what = lane.cycles.size > 0 ? "one check for several tokens" : bound.share === 0 ? "no backbone layer at all" : "layers skipped";
+  const would = `${what} would allow ${bound.whole ? "" : "less than "}${times}`;
+  // Shown with the same digits: what is said of the two can be seen in them.
+  const above = ratio !== null && Number(ratio.toFixed(2)) > Number(bound.times.toFixed(2)) ? ", above it" : "";
+  const why = `Computed: a mean of ${(layers * bound.share).toFixed(1)} of ${layers} layers that a token was taken through, ${cost}. Measured: the speed-up${above ? "; what else a step costs differs between the lanes and from one measurement to the next" : ""}.`;
+  return [`${would}; ${measured}${above}`, why + later];
 }
 
 /**
@@ -81,7 +91,7 @@ export function createRace(onResize) {
   let spanNs = 1;
 
   function laneRow(lane) {
-    const view = { ends: [] };
+    const view = { tokens: [] };
     view.metrics = Object.fromEntries(METRICS.map(([name]) => [name, el("b", {}, DASH)]));
     view.status = el("span", { class: "lane-status" });
     view.canvas = el("canvas", { class: "ribbon", "aria-hidden": "true" });
@@ -139,17 +149,29 @@ export function createRace(onResize) {
     const every = COUNT_EVERY.find((step) => (step * lane.decodeNs * perNs) / Math.max(1, lane.decoded) > 44) ?? 1024;
     ctx.font = "10px system-ui, sans-serif";
     ctx.textAlign = "center";
-    view.ends = [];
+    view.tokens = lane.tokens;
     let at = 0;
     let flagged = -1;
     let chosen = null;
     let numbered = 0;
+    const column = { x: -1, ns: 0, exit: 0, river: 0 }; // tokens that are narrower than a pixel share one, by their time
+    const fill = (x, wide, exit, river) => {
+      const foot = RIBBON_CELLS * exit;
+      const rest = RIBBON_CELLS * Math.min(1 - exit, river);
+      ctx.fillStyle = riverLayers;
+      ctx.fillRect(x, RIBBON_CELLS - foot - rest, wide, rest);
+      ctx.fillStyle = frame.depths[Math.round(exit * layers)];
+      ctx.fillRect(x, RIBBON_CELLS - foot, wide, foot);
+    };
+    const flush = () => {
+      if (column.ns > 0) fill(column.x, 1, column.exit / column.ns, column.river / column.ns);
+      column.ns = 0;
+    };
     for (const token of lane.tokens) {
       if (!token) continue;
       const x = at * perNs;
       at += token.t_ns;
       const w = at * perNs - x;
-      view.ends.push([at, token.i]);
       if (token.i === differs) flagged = x;
       if (frame.cursor?.lane === lane.id && frame.cursor.i === token.i) chosen = [x, w];
       if (token.from_prefill) {
@@ -159,13 +181,17 @@ export function createRace(onResize) {
       }
       // One column is one token: its width is its time, its foot the backbone layers, the rest the quantised layers.
       const share = token.exit_layer / layers;
-      const foot = RIBBON_CELLS * share;
-      const river = RIBBON_CELLS * Math.min(1 - share, token.river_layers / layers);
-      const wide = Math.max(0.6, w > 3 ? w - 0.75 : w);
-      ctx.fillStyle = riverLayers;
-      ctx.fillRect(x, RIBBON_CELLS - foot - river, wide, river);
-      ctx.fillStyle = frame.depths[token.exit_layer];
-      ctx.fillRect(x, RIBBON_CELLS - foot, wide, foot);
+      const river = token.river_layers / layers;
+      if (w >= 1) {
+        flush();
+        fill(x, w > 3 ? w - 0.75 : w, share, river);
+      } else {
+        if (Math.floor(x) !== column.x) flush();
+        if (column.ns === 0) Object.assign(column, { x: Math.floor(x), exit: 0, river: 0 });
+        column.ns += token.t_ns;
+        column.exit += share * token.t_ns;
+        column.river += river * token.t_ns;
+      }
       if ((token.i + 1) % every === 0 && at * perNs - numbered >= LEAST_APART) {
         numbered = at * perNs;
         ctx.fillStyle = muted;
@@ -173,6 +199,7 @@ export function createRace(onResize) {
         ctx.fillText(String(token.i + 1), Math.min(at * perNs, width - 10), height - 1);
       }
     }
+    flush();
     const work = frame.inflight?.get(lane.id);
     if (work) {
       // The token at work: as wide as the time it has had, as high as the layers that are done.
@@ -247,8 +274,9 @@ export function createRace(onResize) {
       const view = id && views.get(id);
       if (!view) return null;
       const at = (event.offsetX / canvas.clientWidth) * spanNs;
-      const found = view.ends.find(([end]) => end >= at);
-      return found ? { lane: id, i: found[1] } : null;
+      let end = 0;
+      for (const token of view.tokens) if (token && (end += token.t_ns) >= at) return { lane: id, i: token.i };
+      return null;
     },
   };
 }

@@ -2,6 +2,7 @@
 
 import { saveText } from "./save.js";
 import { createStage } from "./stage.js";
+import { themeButton } from "./theme.js";
 
 /** Play the trace that lies in the page's <script id="trace"> on the stage in its <main id="stage">. */
 export function openReplay() {
@@ -16,15 +17,6 @@ export function openReplay() {
       },
     ],
   });
-  const toggle = document.getElementById("theme");
-  const show = (dark) => {
-    document.body.classList.toggle("dark", dark);
-    toggle.textContent = dark ? "Light" : "Dark";
-    toggle.setAttribute("aria-label", dark ? "Switch to the light theme" : "Switch to the dark theme");
-  };
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  show(system.matches);
-  system.addEventListener("change", () => show(system.matches));
-  toggle.addEventListener("click", () => show(!document.body.classList.contains("dark")));
+  themeButton();
   stage.open(JSON.parse(text), { source: "replay", id: null, play: !matchMedia("(prefers-reduced-motion: reduce)").matches });
 }

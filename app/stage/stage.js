@@ -2,13 +2,14 @@
 // of Gradio; whoever has messages or a trace (the page, or a replay) calls `apply` or `open`. Drawing happens once a frame, from the
 // store, whatever the number of messages. One cursor goes through all of it.
 
+import { createPlacer } from "./frame.js";
 import { createGrids } from "./grids.js";
 import { headline } from "./headline.js";
-import { el, inspectorContent, setText, tokenSentence } from "./inspector.js";
+import { el, inspectorContent, setText, TOKEN_FACTS, tokenSentence } from "./inspector.js";
 import { createHelp, keyAction } from "./keys.js";
 import { createMemory } from "./memory.js";
 import { createPlayer, traceOfRun } from "./player.js";
-import { createRace } from "./race.js";
+import { createRace, RACE_FACTS } from "./race.js";
 import { depthRules } from "./ramp.js";
 import { createRunCard, deviceWords } from "./runcard.js";
 import { saveBlob } from "./save.js";
@@ -32,13 +33,14 @@ function badgeWords(header, source) {
  * Build the stage inside `root`.
  *
  * onState(run) is called when the state of a live run changes or a trace is opened, onCursor({ lane, i } or null) when a token is
- * kept or let go, onMarks() when marks are taken away here. `actions` are buttons for the toolbar: { name, label, title, run() }.
+ * kept or let go, onMarks() when marks are taken away here, onEscape() when Esc has no token to let go; it returns whether it took the key.
+ * `actions` are buttons for the toolbar: { name, label, title, run() }; `placer` puts what floats.
  *
- * Returns apply(message), open(trace, options), reset(), play(), pause(), setCursor(at), mark(marks), gridImage(kind), and the
+ * Returns apply(message), open(trace, options), showLive(id), play(), pause(), setCursor(at), mark(marks), gridImage(kind), and the
  * properties run, whole, source, id, how, earlier, cursor and element; `how` is how its numbers are known (measured or recorded), `earlier` a
  * Map id -> { source, prompt } of the runs and files that were shown. The element dispatches river:opened, river:state and river:cursor.
  */
-export function createStage(root, { onState = () => {}, onCursor = () => {}, onMarks = () => {}, actions = [] } = {}) {
+export function createStage(root, { onState = () => {}, onCursor = () => {}, onMarks = () => {}, onEscape = () => false, actions = [], placer = createPlacer() } = {}) {
   let source = "preview";
   let id = null;
   let whole = previewRun(); // everything that is known of the run
@@ -57,6 +59,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
   let revealing = false; // whether the column has to be scrolled to the kept token
   let spoken = ""; // what was said about a token that the keyboard reached
   let inspectedFor = "";
+  let placedFor = null; // the kept token that the inspector's sheet lies beside
   let headlineFor = "";
   let rulesFor = 0;
   let builtFor = "";
@@ -83,8 +86,11 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
   const race = createRace(drawLater);
   const evenly = el("p", { class: "evenly" }, "Layers are spread evenly over a token’s time; layer times are not measured.");
   const card = createRunCard(() => [whole, source]);
+  // The same words are titles of the numbers, which neither a finger nor a key can reach.
+  const facts = [...RACE_FACTS, ...TOKEN_FACTS].flatMap(([name, words]) => [el("dt", {}, name), el("dd", {}, words)]);
+  const knownHowList = el("details", { class: "known-how" }, el("summary", {}, "How each number is known"), el("dl", {}, ...facts));
   const transport = createTransport({ toggle, step, layer, edge, seek: (share) => seek(share * (player?.durationNs ?? 0)), speed: setSpeed });
-  const help = createHelp();
+  const help = createHelp({ place: placer.put });
   const ramp = el("span", { class: "legend-ramp", "aria-hidden": "true" });
   const rampEnds = [el("span"), el("span")];
   const legend = el(
@@ -145,6 +151,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
       race.axis,
       evenly,
       card.element,
+      knownHowList,
     ),
     transport.element,
     tools,
@@ -310,8 +317,8 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
     const lane = run.lanes.get(at.lane);
     if (speak) spoken = tokenSentence(run, lane, token);
     revealing = speak;
-    if (moved) tellCursor();
     drawLater();
+    if (moved) tellCursor();
   }
 
   function clear() {
@@ -319,8 +326,8 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
     cursor = null;
     hovered = null;
     spoken = "";
-    if (had) tellCursor();
     drawLater();
+    if (had) tellCursor();
   }
 
   function tellCursor() {
@@ -362,7 +369,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
   }
 
   function unlock() {
-    if (!cursor) return false;
+    if (!cursor) return onEscape();
     clear();
     return true;
   }
@@ -442,7 +449,10 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
       inspectedFor = now;
       inspected.replaceChildren(...inspectorContent(run, lane, at ? tokenOf(at) : null, dark, knownHow()));
     }
-    stage.classList.toggle("has-token", Boolean(tokenOf(cursor)));
+    const kept = tokenOf(cursor);
+    stage.classList.toggle("has-token", Boolean(kept));
+    if (kept && kept !== placedFor) placer.put(inspector); // on a phone it is a sheet
+    placedFor = kept;
     texts.select(at);
     if (revealing && tokenOf(cursor)) texts.reveal(cursor.lane, cursor.i);
     revealing = false;
@@ -498,7 +508,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
     drawHead();
     drawLegend();
     race.draw(run, { theme: dark, style, cursor: hovered ?? cursor, clockNs: partial ? clock : null, inflight });
-    texts.draw(run, marks, moving);
+    texts.draw(run, marks, moving, cursor);
     drawInspector(dark);
     drawTransport(inflight);
     grids.draw(run, { theme: dark, how: knownHow(), moving, lane: gridLane(), cursor, hover: hovered, marks, inflight, length: player?.longest });
@@ -564,7 +574,7 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
 
   const perform = { toggle, step, layer, edge, lock, unlock, lane: goToLane, help: () => (help.open(), true) };
   document.addEventListener("keydown", (event) => {
-    const action = keyAction(event, event.target, transport.slider);
+    const action = help.on ? keyAction(event, event.target, transport.slider) : null;
     if (action && perform[action[0]](action[1]) !== false) event.preventDefault();
   });
 
@@ -650,7 +660,19 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
       }
       if (whole === live) followLive(message.events.length > 0 || live.state !== before);
       if (live.state !== before) tellState(live);
+      if (whole === live) drawLater();
+    },
+
+    /** Back to the live run of that id, as far as its messages have told. Returns false if it is not the one that is known here. */
+    showLive(wanted) {
+      if (live?.runId !== wanted || !live.header) return false;
+      if (whole === live) return true;
+      begin("live", wanted, live);
+      followLive(true);
+      tellOpened();
+      tellState();
       drawLater();
+      return true;
     },
 
     /**
@@ -674,13 +696,6 @@ export function createStage(root, { onState = () => {}, onCursor = () => {}, onM
       tellOpened();
       tellState();
       drawLater();
-    },
-
-    reset() {
-      retired = new Set();
-      live = null;
-      begin("preview", null, previewRun());
-      tellState();
     },
 
     play,

@@ -236,15 +236,34 @@ export function meanLayersRun(lane) {
   return lane.decoded > 0 ? lane.layersSum / lane.decoded : null;
 }
 
+/** What a step of the backbone's lane took, on average: { layersNs, restNs }, its layers and everything else (head, sampling). Null where it was not measured. */
+export function backboneStep(run) {
+  let count = 0;
+  let layersNs = 0;
+  let restNs = 0;
+  for (const token of backboneOf(run)?.tokens ?? []) {
+    if (!token || token.from_prefill || !token.split?.backbone_ns) continue;
+    count += 1;
+    layersNs += token.split.backbone_ns;
+    restNs += Math.max(0, token.t_ns - token.split.backbone_ns);
+  }
+  return count > 0 ? { layersNs: layersNs / count, restNs: restNs / count } : null;
+}
+
 /**
- * What leaving early could gain at most: all layers over the mean number that a token was taken through, as if the layers it skipped cost
- * nothing. A check of several drafts takes them through the layers together. Infinity where no backbone layer ran; null before the second token.
+ * What leaving early would gain if the layers that a token skipped cost nothing, and everything else what it cost the backbone: { times, share, whole }. `share` is
+ * the mean share of the backbone's layers that a token was taken through; a check of several drafts takes them through the layers, and through the head,
+ * together. `whole` is false where the backbone's step was not measured in parts: then the step counts as nothing but layers, which promises more than can be had.
+ * Null before the second token. An estimate from measured times: another measurement may lie above it.
  */
-export function speedBound(run, lane) {
+export function speedEstimate(run, lane) {
   if (lane.decoded === 0) return null;
-  const layers = layersOf(run);
-  const passed = lane.cycles.size > 0 ? layers * lane.cycles.size : lane.depthSum;
-  return passed > 0 ? (layers * lane.decoded) / passed : Infinity;
+  const steps = lane.cycles.size > 0 ? lane.cycles.size / lane.decoded : 1; // of which every one has a head
+  const share = lane.cycles.size > 0 ? steps : lane.depthSum / (layersOf(run) * lane.decoded);
+  const step = backboneStep(run);
+  if (!step) return share > 0 ? { times: 1 / share, share, whole: false } : null;
+  const { layersNs, restNs } = step;
+  return { times: (layersNs + restNs) / (share * layersNs + steps * restNs), share, whole: true };
 }
 
 /** Slots of the KV cache that have been written so far, the prompt's included. */

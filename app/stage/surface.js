@@ -112,12 +112,13 @@ export function canvasSurface(canvas) {
 }
 
 // XML 1.0 has no place for most control characters, not even escaped; they are shown as the replacement character.
-const FORBIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+// Pairs of surrogates are found too, so that the single ones are the rest: looking behind is a syntax error in older browsers.
+const FORBIDDEN = /[\ud800-\udbff][\udc00-\udfff]|[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff\ud800-\udfff]/g;
 
 /** Text as it may stand between tags and in attributes of XML. */
 export function xmlText(text) {
   return text
-    .replace(FORBIDDEN, "\ufffd")
+    .replace(FORBIDDEN, (found) => (found.length === 2 ? found : "\ufffd"))
     .replaceAll("&", "&amp;")
     .replaceAll("<", "&lt;")
     .replaceAll(">", "&gt;")

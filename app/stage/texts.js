@@ -3,7 +3,11 @@
 import { el, setText } from "./inspector.js";
 import { firstDifference, isFinal, textVerdict } from "./store.js";
 
+// Of prompts and answers nobody knows the language, and each goes in its own direction.
+const MODEL_TEXT = { lang: "", dir: "auto" };
 const PIECES_SHOWN = 600;
+const MOST_SHOWN = 3000; // tokens of one text that are in the page at a time: more cost it seconds
+const SHOWN_BY = 500; // by how many tokens that window moves
 const FAR_DOWN = 1e9; // px: the browser stops at the end
 const NEAR_END = 40; // px: a column that is scrolled so far follows its text
 const COMPACT_FROM = 4; // lanes from which the columns are low, so that two rows of them are as high as the inspector
@@ -18,15 +22,25 @@ function tokenNodes(text) {
   return nodes;
 }
 
+/** The tokens [first, last + 1] of a text of `length` tokens that are shown: all, or those around the kept one, or the latest. */
+export function shownTokens(length, kept = null) {
+  if (length <= MOST_SHOWN) return [0, length];
+  const end = kept === null ? length : Math.min(length, kept + MOST_SHOWN / 2);
+  const first = Math.floor(Math.max(0, end - MOST_SHOWN) / SHOWN_BY) * SHOWN_BY;
+  return [first, Math.min(length, first + MOST_SHOWN + SHOWN_BY)];
+}
+
 function nearEnd({ text }) {
   return text.scrollHeight - text.scrollTop - text.clientHeight < NEAR_END;
 }
 
 function textColumn(lane, index) {
-  const view = { spans: [], flagged: -1, complete: 0, rest: null, stuck: true };
+  const view = { spans: [], first: 0, flagged: -1, complete: 0, rest: null, stuck: true };
+  view.cut = el("p", { class: "cut", hidden: "" });
   view.verdict = el("span", { class: "verdict" });
   view.text = el("div", {
     class: "text",
+    ...MODEL_TEXT,
     tabindex: "0",
     role: "group",
     "data-lane": lane.id,
@@ -41,18 +55,19 @@ function textColumn(lane, index) {
     { class: "column", "data-lane": lane.id, "data-method": lane.method },
     el("header", {}, el("h3", { title: lane.label }, lane.label), view.verdict),
     lane.untrainedHead ? el("p", { class: "caution", title: lane.note }, "⚠ answers from an untrained head: expect poor text") : null,
+    view.cut,
     view.text,
   );
   return view;
 }
 
 /**
- * The texts. Returns `prompt` and `columns` (elements), `rebuild(run)` for other lanes, `draw(run, marks, moving)`, `select({lane, i} or null)`,
+ * The texts. Returns `prompt` and `columns` (elements), `rebuild(run)` for other lanes, `draw(run, marks, moving, kept)`, `select({lane, i} or null)`,
  * `reveal(lane, i)` which scrolls a column to a token without moving the page, `focus(lane)` and `tokenAt(event)`.
  */
 export function createTexts() {
-  const promptLine = el("p", { class: "prompt-text", tabindex: "0" });
-  const pieces = el("div", { class: "pieces", tabindex: "0" });
+  const promptLine = el("p", { class: "prompt-text", tabindex: "0", ...MODEL_TEXT });
+  const pieces = el("div", { class: "pieces", tabindex: "0", ...MODEL_TEXT });
   const piecesTitle = el("summary");
   const prompt = el("div", { class: "prompt", hidden: "" }, promptLine, el("details", {}, piecesTitle, pieces));
   const columns = el("div", { class: "columns" });
@@ -98,27 +113,38 @@ export function createTexts() {
     view.spans[i] = span;
   }
 
+  /** Show a text from another token on. */
+  function startAt(view, lane, first) {
+    view.text.replaceChildren();
+    marked.delete(lane);
+    Object.assign(view, { spans: [], first, complete: first, flagged: -1, rest: null, stuck: true });
+  }
+
   /** Bring a column up to its lane. Returns whether it has to be scrolled to its end. */
-  function drawText(run, lane, view, marks, moving) {
+  function drawText(run, lane, view, marks, moving, kept) {
     const { tokens } = lane;
-    const behind = view.spans.length < tokens.length || view.complete < lane.count;
+    const [first, last] = shownTokens(tokens.length, kept);
+    if (first !== view.first) startAt(view, lane.id, first);
+    view.cut.hidden = last - first === tokens.length;
+    if (!view.cut.hidden) setText(view.cut, `Tokens ${first + 1} to ${last} of ${tokens.length}, around ${kept === null ? "the playhead" : "the kept token"}.`);
+    const behind = view.spans.length < last || view.complete < Math.min(last, lane.count);
     // Measuring would lay out the page once a column: what the last scroll told holds, unless that was not the end.
     const follow = behind && (moving || view.spans.length > 0) && (view.stuck || nearEnd(view));
     if (behind) view.stuck = follow;
-    while (view.spans.length > tokens.length) {
+    while (view.spans.length > last) {
       const span = view.spans.pop();
       const paragraph = span?.parentNode;
       span?.remove();
       if (paragraph?.childNodes.length === 0) paragraph.remove();
     }
-    view.complete = Math.min(view.complete, tokens.length);
-    for (let i = view.complete; i < tokens.length; i += 1) {
+    view.complete = Math.min(view.complete, last);
+    for (let i = Math.max(first, view.complete); i < last; i += 1) {
       if (!tokens[i] || view.spans[i]) continue;
       const span = spanOf(tokens[i]);
       if (marks?.has(i)) span.classList.add("marked");
       place(view, span, i);
     }
-    view.complete = lane.count === tokens.length ? lane.count : 0;
+    view.complete = lane.count === tokens.length ? last : first;
     const differs = firstDifference(run, lane);
     if (differs !== view.flagged) {
       view.spans[view.flagged]?.classList.remove("differs");
@@ -174,9 +200,10 @@ export function createTexts() {
       selected = null;
     },
 
-    draw(run, marks, moving) {
+    draw(run, marks, moving, kept) {
       drawPrompt(run);
-      const following = [...run.lanes.values()].filter((lane) => drawText(run, lane, views.get(lane.id), marks?.get(lane.id), moving));
+      const keptIn = (lane) => (kept?.lane === lane.id && lane.tokens[kept.i] ? kept.i : null);
+      const following = [...run.lanes.values()].filter((lane) => drawText(run, lane, views.get(lane.id), marks?.get(lane.id), moving, keptIn(lane)));
       drawMarks(marks);
       // All columns are scrolled after all have changed: the page is laid out once.
       for (const { id } of following) views.get(id).text.scrollTop = FAR_DOWN;

@@ -3,7 +3,7 @@
 const MB = 1 << 20;
 
 /**
- * The file's bytes, gzipped, in base64. `limits` has `sent` (bytes after compression) and `unpacked`.
+ * The file's bytes in base64, gzipped where the browser can. `limits` has `sent` (bytes after compression) and `unpacked`.
  *
  * Throws an Error whose message is a sentence for the visitor.
  */
@@ -13,7 +13,8 @@ export async function packTraceFile(file, limits) {
   }
   let bytes = await readBytes(file);
   const zipped = bytes[0] === 0x1f && bytes[1] === 0x8b;
-  if (!zipped) bytes = await readBytes(new Response(new Blob([bytes]).stream().pipeThrough(new CompressionStream("gzip"))));
+  // A browser that cannot compress sends the file as it is.
+  if (!zipped && typeof CompressionStream === "function") bytes = await readBytes(new Response(new Blob([bytes]).stream().pipeThrough(new CompressionStream("gzip"))));
   if (bytes.length > limits.sent) {
     throw new Error(`${file.name} is larger than ${limits.sent / MB} MB when compressed, which is the most that can be opened here.`);
   }

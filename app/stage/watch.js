@@ -12,7 +12,7 @@ const MODEL_WORDS = {
 /**
  * Draw the tab into `root`.
  *
- * `on` has pick(slug), own(), last() and file(file). Returns `element`, `list(recordings)`, `current(id)` with the id of the open
+ * `on` has pick(slug) and, where there is a server for it, own(), last() and file(file). Returns `element`, `list(recordings)`, `current(id)` with the id of the open
  * trace or null, `model(state)` and `lastRun(known)`.
  */
 export function createWatch(root, on) {
@@ -40,7 +40,7 @@ export function createWatch(root, on) {
       "div",
       { class: "watch-foot" },
       el("p", {}, "These are recordings of real runs and need no model. ", model),
-      el("div", { class: "watch-ways" }, last, file, picker, watchButton("own", "Try your own", on.own), next),
+      el("div", { class: "watch-ways" }, ...(on.file ? [last, file, picker, watchButton("own", "Try your own", on.own)] : []), next),
     ),
   );
 

@@ -36,7 +36,8 @@ def at_threshold(method: str, tau: float) -> str | None:
     """A method's name with the threshold put in; None if its rule has none, or the name carries one already."""
     head, plus, options = method.partition("+")
     name, at, rule = head.partition("@")
-    tests = (rule if at else METHODS[name].rule if name in METHODS else "") in TESTING
+    tests = (rule if at else METHODS[name].rules[0] if name in METHODS else "") in TESTING
+    tests = tests and not (name == "sequence" and "depth=" in options)  # whose depth is given, and nothing is tested
     return f"{head}:{tau:g}{plus}{options}" if tests and ":" not in head else None
 
 

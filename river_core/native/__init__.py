@@ -187,7 +187,9 @@ class NativeStack:
 
     def run(self, hidden_states, first, last, cache, entries, rows, tau=2.0):
         rotation = rows.rotation
-        states, similarities = self.code.run(hidden_states, first, last, cache.keys_values, entries, rotation.cos, rotation.sin, tau)
+        states, similarities = self.code.run(
+            hidden_states, first, last, cache.keys_values, entries, rotation.half_cos, rotation.half_sin, tau
+        )
         return states, similarities[-1], similarities
 
     def products_only(self, first: int, last: int) -> None:

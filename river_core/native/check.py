@@ -30,10 +30,9 @@ def _checks(ops, noise, generator):
     cosine = torch.nn.functional.cosine_similarity(row[0].double(), other.double(), 0)
     yield "similarity", abs(ops.similarity(row[0], other) - float(cosine)) < 1e-6
     heads, angle = noise(3, 24), noise(3, 8)
-    cos, sin = torch.ones(3, 24), torch.zeros(3, 24)
-    cos[:, :16], sin[:, :16] = angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], 1)  # the first 16 of 24 turn
-    partner = torch.cat([heads[:, 8:16], heads[:, :8], heads[:, 16:]], 1)
-    yield "rotation", _near(ops.rotated(heads, cos, sin, 16), heads.double() * cos + partner.double() * sin)
+    cos, sin, (first, second, rest) = angle.cos(), angle.sin(), heads.double().split([8, 8, 8], 1)  # the first 16 of 24 turn
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], 1)
+    yield "rotation", _near(ops.rotated(heads, cos, sin), turned)
     for dtype in DTYPES:
         yield f"rounding to {dtype}", torch.equal(ops.narrowed(1e3 * other, dtype), (1e3 * other).to(dtype))
         matrix = noise(19, 203).to(dtype)

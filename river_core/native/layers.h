@@ -141,12 +141,12 @@ void silu_times(const float* gate, const float* up, int64_t n, std::vector<float
   for (; i < n; ++i) out[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
 }
 
-// One head of a row, head_dim floats, turned to its position; what lies beyond rotary_dim is only scaled.
+// One head of a row, head_dim floats, turned to its position by rotary_dim / 2 cosines and sines; what lies beyond rotary_dim stays.
 void rotate(const float* head, const float* cos, const float* sin, int64_t head_dim, int64_t rotary_dim, float* turned) {
   const int64_t half = rotary_dim / 2;
-  for (int64_t i = 0; i < half; ++i) turned[i] = head[i] * cos[i] + head[half + i] * sin[i];
-  for (int64_t i = 0; i < half; ++i) turned[half + i] = head[half + i] * cos[half + i] + head[i] * sin[half + i];
-  for (int64_t i = rotary_dim; i < head_dim; ++i) turned[i] = head[i] * cos[i];
+  for (int64_t i = 0; i < half; ++i) turned[i] = head[i] * cos[i] - head[half + i] * sin[i];
+  for (int64_t i = 0; i < half; ++i) turned[half + i] = head[half + i] * cos[i] + head[i] * sin[i];
+  std::copy(head + rotary_dim, head + head_dim, turned + rotary_dim);
 }
 
 // The layers of one backbone or one river; immutable once filled.
@@ -261,7 +261,9 @@ struct Stack : torch::CustomClassHolder {
           const float scale = norm_scale(head, head_dim, static_cast<float>(eps));
           for (int64_t i = 0; i < head_dim; ++i) head[i] *= scale * weight[i];
         }
-        rotate(head, c + n * head_dim, s + n * head_dim, head_dim, rotary_dim, row + n * head_dim);
+        // cos, sin [1, kinds, rotary_dim / 2]: the first for queries, the last for keys; values keep their place.
+        const int64_t kind = n < heads ? 0 : cos.numel() - rotary_dim / 2;
+        rotate(head, c + kind, s + kind, head_dim, n < heads + kv_heads ? rotary_dim : 0, row + n * head_dim);
         if (n < heads) continue;
         const int64_t which = (n - heads) / kv_heads, kv_head = (n - heads) % kv_heads;  // keys, then values
         const int64_t at = l * cache.stride(0) + which * cache.stride(1) + kv_head * cache.stride(2) + slot * cache.stride(3);

@@ -61,12 +61,12 @@ Tensor gated(const Tensor& gate, const Tensor& up) {
   return at::tensor(out);
 }
 
-// heads, cos, sin: float [heads, head_dim] -> [heads, head_dim].
-Tensor rotated(const Tensor& heads, const Tensor& cos, const Tensor& sin, int64_t rotary_dim) {
+// heads: float [heads, head_dim]; cos, sin: float [heads, rotary_dim / 2] -> [heads, head_dim].
+Tensor rotated(const Tensor& heads, const Tensor& cos, const Tensor& sin) {
   Tensor out = at::empty_like(heads);
-  const int64_t d = heads.size(1);
+  const int64_t d = heads.size(1), half = cos.size(1);
   for (int64_t n = 0; n < heads.size(0); ++n) {
-    rotate(heads.const_data_ptr<float>() + n * d, cos.const_data_ptr<float>() + n * d, sin.const_data_ptr<float>() + n * d, d, rotary_dim,
+    rotate(heads.const_data_ptr<float>() + n * d, cos.const_data_ptr<float>() + n * half, sin.const_data_ptr<float>() + n * half, d, 2 * half,
            out.data_ptr<float>() + n * d);
   }
   return out;

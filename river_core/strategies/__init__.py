@@ -3,15 +3,20 @@
 To add one: write a file with a subclass that implements `step`, and give it a line in `methods.METHODS`.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from river_core.decoder import Decoder
+from river_core.decoder import PIECE, Decoder, DecoderConfig, Rows
 from river_core.exit_rules import ExitRule
 from river_core.kv_cache import BACKBONE, KVCache
 from river_core.screening import Largest
+
+TRACED = 1 << 16  # similarities of prompt tokens that a trace takes; those of longer prompts are left out,
+TRACED_BYTES = 1 << 28  # as are those of prompts whose states would take more than this
 
 
 @dataclass
@@ -23,7 +28,11 @@ class Step:
     layers_run, river_layers: backbone and river blocks executed for it, once for every row that went through (a recomputed token counts again).
     token: the id, filled in by `advance`.
     scores: the exit rule's score by layer (counted from 1), where it was asked.
-    hidden_states: the residual stream before the first block and after every block that ran, each [T, d] float32; its last row is the fed token.
+    why: what decided `exit_layer`: "test" (the rule's test passed there), "end" (no test passed before the last layer), "forced" (the depth was known beforehand),
+        "held" (a limit of the strategy's own, not the rule), "draft" and "check" (of a lane that drafts and checks).
+    score: what the test at `exit_layer` compared, unrounded; None where nothing was tested.
+    hidden_states: the residual stream before the first block and after every block that ran, each [T, d] float32; its last row is the fed token. Of a
+        prompt that is too long to trace, the last row alone.
     layers: the blocks (0-based) that the hidden states went through, where they are not the first ones in order.
     filled: slots of earlier positions written in this step: (position, first layer, last layer + 1, owner).
     facts: what only this strategy has to say, JSON-ready.
@@ -35,10 +44,37 @@ class Step:
     river_layers: int
     token: int = -1
     scores: dict[int, float] = field(default_factory=dict)
+    why: str = "forced"
+    score: float | None = None
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     layers: list[int] | None = None
     filled: list[tuple[int, int, int, int]] = field(default_factory=list)
     facts: dict = field(default_factory=dict)
+
+
+class Walk(NamedTuple):
+    """Rows on their way through the backbone, as far as they went.
+
+    states: before the first block and after every block, [T, d]; the depth is one less than their number. scores, why, score: as in `Step`.
+    rows: of this call, with which further blocks can go on. hidden: the last of the states, all rows of it even where `states` have only the last one.
+    """
+
+    states: list[torch.Tensor]
+    scores: dict[int, float]
+    why: str
+    score: float | None
+    rows: Rows | None
+    hidden: torch.Tensor
+
+    @property
+    def depth(self) -> int:
+        return len(self.states) - 1
+
+    def step(self, logits, layers_run: int, river_layers: int = 0) -> Step:
+        """The step that ended this way."""
+        return Step(
+            logits, self.depth, layers_run, river_layers, scores=self.scores, why=self.why, score=self.score, hidden_states=self.states
+        )
 
 
 class Strategy:
@@ -51,6 +87,7 @@ class Strategy:
 
     greedy = False  # True: the lane takes the largest logit, and nothing in its steps needs the others
     reads_prompt_itself = False  # True: the prompt pass that other lanes share is of no use to this strategy
+    pause = None  # called between the pieces of a prompt; it raises where the prompt is not to be read on
 
     def __init__(self, model, rule: ExitRule):
         self.decoder: Decoder = model.decoder
@@ -100,9 +137,9 @@ class Strategy:
             cache: empty, with room for them.
             mode: "full", or "sequence" where the strategy has its own way of leaving for a whole prompt.
         """
-        states, _, _ = self.run_backbone(token_ids, 0, cache)
+        walk = self.read(token_ids, cache)
         cache.length = len(token_ids)
-        return Step(self.answer(states[-1][-1:]), self.last, self.last, 0, hidden_states=states)
+        return walk.step(self.answer(walk.hidden[-1:]), self.last)
 
     def step(self, token_id: int, position: int, index: int, cache: KVCache) -> Step:
         """Feed one token at `position`, for the logits of generated token `index`."""
@@ -114,11 +151,10 @@ class Strategy:
         step.token = sampler(step.logits)
         return [step]
 
-    def leave(self, states: list[torch.Tensor], scores: dict[int, float], position: int, cache: KVCache) -> Step:
+    def leave(self, walk: Walk, position: int, cache: KVCache) -> Step:
         """The step of a token that answers from its exit state and goes no further."""
-        depth = len(states) - 1
         cache.length = position + 1
-        return Step(self.exit_logits(states[-1][-1:], depth), depth, depth, 0, scores=scores, hidden_states=states)
+        return walk.step(self.exit_logits(walk.hidden[-1:], walk.depth), walk.depth)
 
     def exit_logits(self, state: torch.Tensor, layer: int) -> torch.Tensor | Largest:
         """`answer` on the output [1, d] of block `layer`. Taken from the exit rule if its test made them."""
@@ -131,34 +167,85 @@ class Strategy:
         """Complete whatever the strategy left pending; returns the slots that were filled. Nothing for most strategies."""
         return []
 
-    def run_backbone(self, token_ids, start, cache, rule=None, index=0, cap=None):
-        """Backbone blocks over some rows until the rule says leave, `cap` blocks ran, or all of them did.
-
-        Returns:
-            hidden states before the first block and after every block, the rule's scores by layer, and the `Rows` of this call, with which further
-            blocks can go on. The depth is one less than the number of states.
-        """
+    def run_backbone(self, token_ids, start, cache, rule=None, index=0, cap=None) -> Walk:
+        """Backbone blocks over some rows until the rule says leave, `cap` blocks ran, or all of them did."""
         decoder = self.decoder
-        limit = self.last if cap is None else min(cap, self.last)
+        forced, limit = self._limit(rule, index, cap)
         rows = decoder.rows(start, len(token_ids), cache)
-        states, scores, depth = [decoder.embed(token_ids)], {}, 0
-        forced = self.last if rule is None else rule.forced_depth(index)
-        limit = limit if forced is None else min(forced, limit)
+        states, scores, depth, passed = [decoder.embed(token_ids)], {}, 0, False
         itself = forced is None and decoder.tests_itself(rows, cache)
-        while depth < limit:
+        while depth < limit and not passed:
             tau = rule.tau_beyond(depth) if itself else None
             stop = limit if forced is not None or tau is not None else min(rule.next_test(depth), limit)
             made = decoder.run_blocks(decoder.blocks, depth, stop, states[-1], rows, cache, BACKBONE, tau)
             states += made
             if tau is not None:
                 scores |= {depth + i: score for i, score in enumerate(made.similarities, 1) if depth + i < self.last}
+                passed = scores.get(len(states) - 1, -math.inf) > tau
                 break
             depth = stop
             if forced is None and depth < self.last:
-                leave, score = rule.should_exit(depth, states[-2], states[-1], made.similarity)
-                if score is not None:
-                    scores[depth] = score
-                if leave:
-                    break
+                passed = self._test(rule, scores, depth, states[-2], states[-1], made.similarity)
         self.mark("backbone")
-        return states, scores, rows
+        return self._walk(forced, passed, states, scores, rows, states[-1])
+
+    def read(self, token_ids, cache, rule=None, cap=None) -> Walk:
+        """`run_backbone` over a prompt, in pieces (see `Decoder.read_layer`): all of its rows leave after the same block."""
+        count, decoder = len(token_ids), self.decoder
+        if count == 1:
+            return self.run_backbone(token_ids, 0, cache, rule, 0, cap)
+        forced, limit = self._limit(rule, 0, cap)
+        rows = decoder.rows(0, count, cache) if count <= PIECE else None
+        hidden = decoder.embed(token_ids)
+        states, scores, depth, passed = [self.kept(hidden)], {}, 0, False
+        while depth < limit and not passed:
+            stop = limit if forced is not None else min(rule.next_test(depth), limit)
+            while depth < stop:
+                before = hidden
+                hidden = decoder.read_layer(decoder.blocks, depth, before, cache, BACKBONE, rows, depth + 1 < stop, self.pause)
+                states.append(self.kept(hidden))
+                depth += 1
+            if forced is None and depth < self.last:
+                passed = self._test(rule, scores, depth, before, hidden, None)
+        self.mark("backbone")
+        return self._walk(forced, passed, states, scores, rows, hidden)
+
+    def kept(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a trace needs of a prompt's states [T, d] after one block: all rows of a short prompt, the last one of a long one."""
+        return hidden if traces_prompt(self.decoder.config, len(hidden)) else hidden[-1:].clone()
+
+    def _limit(self, rule, index, cap) -> tuple[int | None, int]:
+        """The depth if it is known beforehand, and the deepest that may be reached."""
+        limit = self.last if cap is None else min(cap, self.last)
+        forced = self.last if rule is None else rule.forced_depth(index)
+        return forced, limit if forced is None else min(forced, limit)
+
+    @staticmethod
+    def _test(rule, scores, depth, before, after, similarity) -> bool:
+        leave, score = rule.should_exit(depth, before, after, similarity)
+        if score is not None:
+            scores[depth] = score
+        return leave
+
+    def _walk(self, forced, passed, states, scores, rows, hidden) -> Walk:
+        depth = len(states) - 1
+        if forced is not None:
+            why = "forced" if depth == min(forced, self.last) else "held"
+        else:
+            why = "test" if passed else "end" if depth == self.last else "held"
+        return Walk(states, scores, why, scores.get(depth), rows, hidden)
+
+
+def traces_prompt(config: DecoderConfig, tokens: int) -> bool:
+    """Whether the similarities of all tokens of a prompt go into the trace, and its states are kept until they are made."""
+    layers = config.num_hidden_layers
+    return tokens * layers <= TRACED and tokens * (layers + 1) * config.hidden_size * 4 <= TRACED_BYTES
+
+
+def prompt_bytes(config: DecoderConfig, tokens: int) -> int:
+    """About the most that reading a prompt takes beside weights and caches: states of two layers and what is kept for the trace, the intermediates of one piece, its
+    mask, and its rotation."""
+    piece, heads = min(tokens, PIECE), config.num_attention_heads + 2 * config.num_key_value_heads
+    states = 2 + (config.num_hidden_layers if traces_prompt(config, tokens) else 0)
+    row = 4 * (3 * config.intermediate_size + 6 * heads * config.head_dim + 2 * config.hidden_size)
+    return tokens * states * config.hidden_size * 4 + piece * row + 5 * piece * tokens * (tokens > PIECE)

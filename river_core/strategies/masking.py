@@ -111,5 +111,4 @@ class MaskingStrategy(Strategy):
         return self.decoder.new_cache(capacity, CompactCache)
 
     def step(self, token_id, position, index, cache):
-        states, scores, _ = self.run_backbone([token_id], position, cache, self.rule, index)
-        return self.leave(states, scores, position, cache)
+        return self.leave(self.run_backbone([token_id], position, cache, self.rule, index), position, cache)

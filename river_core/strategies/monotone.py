@@ -18,9 +18,9 @@ class MonotoneStrategy(Strategy):
         self.cap = self.last
 
     def step(self, token_id, position, index, cache):
-        states, scores, _ = self.run_backbone([token_id], position, cache, self.rule, index, cap=self.cap)
-        self.cap = len(states) - 1
-        return self.leave(states, scores, position, cache)
+        walk = self.run_backbone([token_id], position, cache, self.rule, index, cap=self.cap)
+        self.cap = walk.depth
+        return self.leave(walk, position, cache)
 
 
 class SkipDecodeStrategy(Strategy):

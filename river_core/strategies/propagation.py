@@ -12,9 +12,9 @@ class PropagationStrategy(Strategy):
     """Blocks 1..e in the backbone; for the rest only norm and the key and value projections of h^e."""
 
     def step(self, token_id, position, index, cache):
-        states, scores, rows = self.run_backbone([token_id], position, cache, self.rule, index)
-        for layer in range(len(states) - 1, self.last):
+        walk = self.run_backbone([token_id], position, cache, self.rule, index)
+        for layer in range(walk.depth, self.last):
             with self.decoder.blocks.at(layer, ("qkv",), following=layer + 1 < self.last) as block:
-                self.decoder.write_keys_values(block, layer, states[-1], rows, cache, PROPAGATED)
+                self.decoder.write_keys_values(block, layer, walk.hidden, walk.rows, cache, PROPAGATED)
         self.mark("backbone")
-        return self.leave(states, scores, position, cache)
+        return self.leave(walk, position, cache)

@@ -9,6 +9,7 @@ and the rows at work in a layer are always a contiguous run of positions that en
 
 import torch
 
+from river_core.exit_rules import ExitRule
 from river_core.kv_cache import BACKBONE
 from river_core.strategies import Strategy
 
@@ -33,11 +34,12 @@ class RecomputeStrategy(Strategy):
 
     def _run(self, token_id, position, index, cache, force):
         decoder, last = self.decoder, self.last
-        forced = last if force else self.rule.forced_depth(index)
+        asked = self.rule.forced_depth(index)
+        forced = last if force else asked
         hidden = decoder.embed([token_id])  # rows at work, the current token last
         states, scores, filled = [hidden], {}, []
-        first, rows, layers_run, depth = position, None, 0, 0
-        while depth < last and depth != forced:
+        first, rows, layers_run, depth, passed = position, None, 0, 0, False
+        while depth < last and depth != forced and not passed:
             joining = [entry for entry in self.pending if entry[1] == depth and entry[0] < first]
             if joining:
                 hidden = torch.cat([entry[2] for entry in joining] + [hidden])
@@ -54,16 +56,13 @@ class RecomputeStrategy(Strategy):
                 entry[1], entry[2] = depth, row
             states.append(hidden[-1:])
             if forced is None and depth < last:
-                leave, score = self.rule.should_exit(depth, before, hidden[-1:], made.similarity)
-                if score is not None:
-                    scores[depth] = score
-                if leave:
-                    break
+                passed = self._test(self.rule, scores, depth, before, hidden[-1:], made.similarity)
         self.pending = [entry for entry in self.pending if entry[1] < last]
         if depth < last:
             self.pending.append([position, depth, hidden[-1:]])
         self.mark("backbone")
-        step = self.leave(states, scores, position, cache)
+        walk = self._walk(forced, passed, states, scores, rows, hidden)
+        step = self.leave(walk._replace(why="held") if force and asked != last else walk, position, cache)
         step.layers_run = layers_run
         step.filled = _merge(filled)
         step.facts = {"pending": len(self.pending)}
@@ -103,8 +102,10 @@ class TokenReplayStrategy(Strategy):
         self.tokens.append((position, token_id))
         first = self.tokens[0][0]
         rule = None if force else self.rule
-        states, scores, _ = self.run_backbone([token for _, token in self.tokens], first, cache, _LastRow(rule), index)
-        depth = len(states) - 1
+        walk = self.run_backbone([token for _, token in self.tokens], first, cache, _LastRow(rule), index)
+        if force and self.rule.forced_depth(index) != self.last:
+            walk = walk._replace(why="held")
+        depth = walk.depth
         filled = []
         for earlier, _ in self.tokens[:-1]:
             reached = self.reached[earlier]
@@ -112,7 +113,7 @@ class TokenReplayStrategy(Strategy):
                 filled.append((earlier, reached, depth, BACKBONE))
                 self.reached[earlier] = depth
         self.reached[position] = depth
-        step = self.leave(states, scores, position, cache)
+        step = self.leave(walk, position, cache)
         step.layers_run = depth * len(self.tokens)
         if depth == self.last:
             self.tokens = []
@@ -130,7 +131,7 @@ class TokenReplayStrategy(Strategy):
         return filled
 
 
-class _LastRow:
+class _LastRow(ExitRule):
     """A rule that looks at the current token only, however many rows are replayed; None = never leave."""
 
     def __init__(self, rule):
@@ -138,6 +139,9 @@ class _LastRow:
 
     def next_test(self, layer):
         return self.rule.next_test(layer)
+
+    def tau_beyond(self, layer):
+        return self.rule.tau_beyond(layer)
 
     def forced_depth(self, index):
         return 10**9 if self.rule is None else self.rule.forced_depth(index)

@@ -4,7 +4,7 @@ Source: River-LLM (ACL 2026). With the rule `Never` this is the plain backbone, 
 """
 
 from river_core.kv_cache import RIVER
-from river_core.strategies import Step, Strategy
+from river_core.strategies import Step, Strategy, Walk
 
 
 class RiverStrategy(Strategy):
@@ -13,18 +13,28 @@ class RiverStrategy(Strategy):
     def prefill(self, token_ids, cache, mode="full"):
         """With mode "sequence", the paper's sequence-level exit: all rows leave after the first block at which the least similar row exceeds
         tau (or at the rule's forced depth), and go on through the river."""
-        return self._run(token_ids, 0, 0, cache, self.rule if mode == "sequence" else None)
+        walk = self.read(token_ids, cache, self.rule if mode == "sequence" else None)
+        if len(token_ids) == 1:
+            return self._go_on(walk, cache)
+        hidden, made = walk.hidden, []
+        for layer in range(walk.depth, self.last):
+            hidden = self.decoder.read_layer(self.river.blocks, layer, hidden, cache, RIVER, walk.rows, pause=self.pause)
+            made.append(self.kept(hidden))
+        return self._answer(walk, made, hidden, len(token_ids), cache)
 
     def step(self, token_id, position, index, cache):
-        return self._run([token_id], position, index, cache, self.rule)
+        return self._go_on(self.run_backbone([token_id], position, cache, self.rule, index), cache)
 
-    def _run(self, token_ids, start, index, cache, rule) -> Step:
-        decoder, last = self.decoder, self.last
-        states, scores, rows = self.run_backbone(token_ids, start, cache, rule, index)
-        depth = len(states) - 1
-        if depth < last:
-            states += decoder.run_blocks(self.river.blocks, depth, last, states[-1], rows, cache, RIVER)
+    def _go_on(self, walk: Walk, cache) -> Step:
+        """The rest of a token's way, through the river."""
+        made = []
+        if walk.depth < self.last:
+            made = self.decoder.run_blocks(self.river.blocks, walk.depth, self.last, walk.hidden, walk.rows, cache, RIVER)
+        return self._answer(walk, made, made[-1] if made else walk.hidden, walk.rows.stop, cache)
+
+    def _answer(self, walk, made, hidden, length, cache) -> Step:
         self.mark("river")
-        cache.length = start + len(token_ids)
-        logits = self.answer(states[-1][-1:])
-        return Step(logits, depth, depth, last - depth, scores=scores, hidden_states=states)
+        cache.length = length
+        step = walk.step(self.answer(hidden[-1:]), walk.depth, self.last - walk.depth)
+        step.hidden_states = walk.states + made
+        return step

@@ -6,7 +6,7 @@ Source: Balcony (Jamialahmadi et al., 2025). Layers above the depth never run an
 
 from river_core.errors import InputError
 from river_core.kv_cache import PROPAGATED
-from river_core.strategies import Step, Strategy
+from river_core.strategies import Strategy
 
 
 class SequenceStrategy(Strategy):
@@ -30,21 +30,26 @@ class SequenceStrategy(Strategy):
         self.head = head
 
     def prefill(self, token_ids, cache, mode="full"):
-        rule, cap = (self.rule, None) if self.depth is None else (None, self.depth)
-        states, scores, rows = self.run_backbone(token_ids, 0, cache, rule, 0, cap)
-        self.depth = len(states) - 1
-        return self._answer(rows, states, scores, cache)
+        if self.depth is None:
+            walk = self.read(token_ids, cache, self.rule)
+            self.depth = walk.depth
+        else:
+            walk = self.read(token_ids, cache, None, self.depth)._replace(why="forced")
+        self.why = "forced" if walk.why == "forced" else "held"  # of the tokens that come: their depth is the prompt's
+        return self._answer(walk, len(token_ids), cache)
 
     def step(self, token_id, position, index, cache):
-        states, _, rows = self.run_backbone([token_id], position, cache, None, index, cap=self.depth)
-        return self._answer(rows, states, {}, cache)
+        walk = self.run_backbone([token_id], position, cache, None, index, cap=self.depth)._replace(why=self.why)
+        return self._answer(walk, position + 1, cache)
 
-    def _answer(self, rows, states, scores, cache):
-        decoder, state, layers = self.decoder, states[-1], self.depth
+    def _answer(self, walk, length, cache):
+        decoder, state, layers = self.decoder, walk.hidden, self.depth
         if self.head == "balcony" and self.depth < self.last:
-            state = decoder.run_blocks(decoder.blocks, self.last - 1, self.last, state, rows, cache, PROPAGATED)[-1]
+            if len(state) > 1:
+                state = decoder.read_layer(decoder.blocks, self.last - 1, state, cache, PROPAGATED, walk.rows, pause=self.pause)
+            else:
+                state = decoder.run_blocks(decoder.blocks, self.last - 1, self.last, state, walk.rows, cache, PROPAGATED)[-1]
             layers += 1
             self.mark("backbone")
-        cache.length = rows.stop
-        logits = self.answer(state[-1:])
-        return Step(logits, self.depth, layers, 0, scores=scores, hidden_states=states)
+        cache.length = length
+        return walk.step(self.answer(state[-1:]), layers)

@@ -49,7 +49,7 @@ class VerifiedStrategy(Strategy):
             drafts.append(token)
             beliefs.append(logits)
         rows = [token_id, *drafts]
-        states, _, _ = self.run_backbone(rows, position, cache)  # overwrites the drafts' slots layer by layer, before that layer attends
+        states = self.run_backbone(rows, position, cache).states  # overwrites the drafts' slots layer by layer, before that layer attends
         logits = self.logits(states[-1])  # [k + 1, V]
         tokens, accepted = _judge(drafts, beliefs, logits, sampler)
         cache.length = position + accepted + 1
@@ -58,6 +58,7 @@ class VerifiedStrategy(Strategy):
         steps = []
         for i, made in enumerate(tokens):
             step = Step(logits[i], self.last, self.last, self.last if i < len(drafts) else 0, token=made)
+            step.why = "draft" if i < accepted else "check"
             step.hidden_states = [state[i : i + 1] for state in states]
             step.facts = {"cycle": {"number": self.cycles, "drafted": len(drafts), "accepted": accepted, "place": i}}
             steps.append(step)

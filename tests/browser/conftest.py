@@ -71,9 +71,15 @@ class Tab:
         return self
 
     def fill(self, control: str, value: str) -> None:
+        """Fill in a control of the Run tab and leave it; a box that is still being put into the page loses what comes too early, and gets it again."""
         box = self.page.locator(f"#{control} textarea, #{control} input").first
-        box.fill(value)
-        box.blur()
+        for _ in range(5):
+            box.fill(value)
+            box.blur()
+            self.drawn()
+            if box.input_value() == value:
+                return
+        raise AssertionError(f"#{control} does not keep {value!r}")
 
     def press(self, button: str) -> None:
         """Click a button; after Run, wait until the run has begun, stands in line or is refused."""
@@ -93,18 +99,16 @@ class Tab:
             arg=self.before,
         )
 
-    def ask(self, selector: str, tries: int = 3) -> None:
-        """Click what starts a run or a sweep until the page asks for it: Gradio drops a click before it has heard that the one before is over."""
-        from playwright.sync_api import TimeoutError
+    def ask(self, selector: str) -> None:
+        """Click what starts a run or a sweep, once: the page asks for it."""
+        with self.page.expect_request(lambda request: "/queue/join" in request.url):
+            self.page.click(selector)
 
-        for left in reversed(range(tries)):
-            try:
-                with self.page.expect_request(lambda request: "/queue/join" in request.url, timeout=5_000):
-                    self.page.click(selector)
-                return
-            except TimeoutError:
-                if left == 0:
-                    raise
+    def unfold(self) -> None:
+        """Open the part of the Run tab that is folded away, and wait until what is in it can be used: Gradio makes it when it is first opened."""
+        self.page.click("#sampling button >> nth=0")
+        self.page.locator("#more textarea, #more input").first.wait_for(state="visible")
+        self.settled()
 
     def refused(self) -> str:
         """The sentence beside the controls that says why a run was refused."""

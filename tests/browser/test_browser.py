@@ -101,7 +101,7 @@ def test_nul_and_unpaired_surrogates_do_not_break_the_channel(new_tab):
 def test_input_that_cannot_be_used_gets_a_sentence_and_stays(new_tab, control, value, words):
     tab = new_tab()
     if control == "more":
-        tab.page.click("#sampling button >> nth=0")
+        tab.unfold()
     tab.fill(control, value)
     tab.press("run")
     assert words in tab.refused()
@@ -130,8 +130,8 @@ def test_a_refused_run_or_file_takes_nothing_off_the_page(new_tab):
         tab.fill("more", "")
         assert (page.evaluate(shown), page.evaluate(open_id)) == before
 
-    page.click("#sampling button >> nth=0")
-    page.wait_for_selector("#more textarea, #more input")
+    tab.unfold()
+    page.locator("h1").click()  # the button has the focus: keys are its own
     page.keyboard.press("End")
     tab.drawn()
     refuse()  # over a recording
@@ -180,6 +180,42 @@ def test_two_visitors_wait_for_one_another_and_never_mix(new_tab):
     assert second.page.text_content(".prompt-text") == "Name three colours."
     assert first.page.text_content(".prompt-text") == LONG
     assert second.page.locator(".text[data-lane=river] .tok").count() <= 8
+
+
+def test_a_double_click_is_one_run_and_esc_stops_it_only_where_it_has_no_other_use(new_tab, page_server):
+    tab = new_tab()
+    page = tab.page
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if "/queue/join" in request.url else None)
+    tab.fill("prompt", LONG)
+    tab.fill("max-tokens", "1500")
+    page.dblclick("#run")
+    page.wait_for_selector(".stage[data-source=live][data-run-state=running]")
+    tab.wait_tokens(3)
+    assert len(asked) == 1
+    running = "document.querySelector('.gradio-container').dataset.runState"
+    page.click("#prompt textarea")
+    page.keyboard.press("Escape")
+    page.click("#example input")  # its list is open
+    page.keyboard.press("Escape")
+    page.click(".stage [data-action=keys]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".help:not([open])", state="attached")
+    page.click("#prompt textarea")
+    page.keyboard.press("Shift+Enter")  # what Gradio takes for a press of Run
+    page.wait_for_timeout(300)
+    assert page.evaluate(running) == "running"
+    page.locator("h1").click()
+    page.keyboard.press("Escape")
+    tab.wait_state("done")
+    assert "stopped" in page.text_content(".lane[data-lane=backbone] .lane-status")
+    assert page.input_value("#prompt textarea") == LONG, "leaving the list of examples without a choice keeps the prompt"
+    # One click is enough as soon as the page says that it is over.
+    tab.fill("max-tokens", "2")
+    for _ in range(3):
+        tab.press("run")
+        tab.wait_state("done")
+    assert len(asked) == 4
 
 
 def test_closing_the_tab_frees_the_engine_after_its_time_of_grace(new_tab, page_server):

@@ -154,11 +154,39 @@ def test_a_file_can_be_dropped_anywhere_and_hostile_text_in_it_stays_text(watche
     assert tab.page.locator(".text[data-lane=backbone] .tok").nth(1).text_content() == hostile
     assert tab.page.evaluate("window.pwned") is None
     assert tab.page.locator("#stage img, #stage b:text-is('bold'), #stage script, .page-note img").count() == 0
-    # The file is known to its own tab alone.
+    # The file is known to its own tab alone: nothing that the server tells another one names it or holds its text.
     other = watcher()
-    other.page.wait_for_selector(".stage[data-source=recording]")
-    assert opened(tab) not in str(other.page.evaluate("window.opened"))
-    assert other.page.text_content(".prompt-text") != hostile
+    told = []
+    other.page.on("response", lambda response: told.append(response) if "component_server" in response.url else None)
+    other.open()
+    other.page.click("#analyse-tab-button")
+    other.page.wait_for_selector("#an-tab-compare")
+    other.page.click("#an-tab-compare")
+    other.page.wait_for_selector("#an-other option[value^=recording]", state="attached")
+    answers = [response.text() for response in told]
+    assert len(answers) >= 4
+    assert not [answer for answer in answers if opened(tab) in answer or "window.pwned" in answer]
+    assert other.page.locator("#an-other option[value='" + opened(tab) + "']").count() == 0
+
+
+def test_a_file_that_is_dropped_on_the_second_box_of_a_comparison_is_left_to_it(watcher):
+    tab = watcher("?recording=holes")
+    tab.wait_open("recording:holes")
+    tab.page.click("#analyse-tab-button")
+    tab.page.wait_for_selector("#an-tab-compare")
+    tab.page.click("#an-tab-compare")
+    taken = tab.page.evaluate(
+        """() => {
+            const files = new DataTransfer();
+            files.items.add(new File(['x'], 'b.json'));
+            const drop = new DragEvent('drop', { dataTransfer: files, bubbles: true, cancelable: true });
+            document.querySelector('[aria-label="Trace file for B"]').dispatchEvent(drop);
+            return drop.defaultPrevented;
+        }"""
+    )
+    assert not taken
+    tab.page.wait_for_timeout(300)
+    assert opened(tab) == "recording:holes"
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

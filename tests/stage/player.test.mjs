@@ -148,14 +148,23 @@ test("a live run that has ended becomes the same film as its trace", () => {
   assert.deepEqual(player.runAt(139), createPlayer(TRACE).runAt(139));
 });
 
-test("five lanes of two thousand tokens are scrubbed well within a frame's patience", () => {
+test("five lanes of two thousand tokens are scrubbed in the time in which they are read, or less", () => {
   const ids = ["backbone", "masking", "recompute", "propagation", "river"];
   const long = traceOf(ids.map((id) => lane(id, Array.from({ length: 2000 }, (_, i) => token(id, i, i % 5, 1000 + (i % 7))))));
   const player = createPlayer(long);
-  const start = performance.now();
-  for (let k = 20; k >= 1; k -= 1) player.runAt((player.durationNs * k) / 20); // every one builds anew
-  const each = (performance.now() - start) / 20;
-  assert.ok(each < 100, `${each.toFixed(1)} ms`);
+  const text = JSON.stringify(long);
+  const least = (act) => {
+    let best = Infinity;
+    for (let k = 8; k >= 1; k -= 1) {
+      const start = performance.now();
+      act(k);
+      best = Math.min(best, performance.now() - start);
+    }
+    return best;
+  };
+  const scrubbed = least((k) => player.runAt((player.durationNs * k) / 8)); // every one builds anew
+  const read = least(() => JSON.parse(text));
+  assert.ok(scrubbed < 3 * read, `${scrubbed.toFixed(1)} ms beside ${read.toFixed(1)} ms`);
 });
 
 test("short films are played slowly enough to follow, unless they are longer than that anyway", () => {
@@ -164,12 +173,37 @@ test("short films are played slowly enough to follow, unless they are longer tha
   assert.equal(speedFor(60e9), 4);
 });
 
-test("what skipping allows is a bound, and what was measured stands beside it", () => {
-  const run = createPlayer(TRACE).runAt(220);
-  // Two tokens through 1 and 2 of 4 layers: 4 / 1.5. Speeds: 2 tokens in 40 ns beside 3 in 120 ns.
-  assert.equal(boundWords(run, run.lanes.get("river"))[0], "layers skipped allow at most 2.67×; measured 2.00×");
-  assert.match(boundWords(run, run.lanes.get("backbone"))[0], /every layer/);
-  assert.equal(boundWords(createPlayer(TRACE).runAt(100), createPlayer(TRACE).runAt(100).lanes.get("river"))[0], "");
+test("what skipping would allow counts the head and the rest of a step, and what was measured stands beside it", () => {
+  const words = (split, clock = 220) => {
+    const trace = structuredClone(TRACE);
+    for (const one of trace.lanes.find(({ id }) => id === "backbone").tokens) if (split && !one.from_prefill) one.split = split;
+    const run = createPlayer(trace).runAt(clock);
+    return Object.fromEntries([...run.lanes.values()].map((lane) => [lane.id, boundWords(run, lane)]));
+  };
+  // Two tokens through 1 and 2 of 4 layers: 3 / 8 of the layers. A step of the backbone is 40 ns: 24 for layers, 16 for the rest.
+  const [said, why] = words({ backbone_ns: 24, river_ns: 0, head_ns: 10 }).river;
+  assert.equal(said, `layers skipped would allow ${(40 / (24 * 0.375 + 16)).toFixed(2)}×; measured 2.00×, above it`);
+  assert.match(why, /head and the rest of a step what they were measured to cost the backbone/);
+  assert.match(words({ backbone_ns: 39, river_ns: 0, head_ns: 1 }).river[0], /would allow 2\.56×; measured 2\.00×$/);
+  // Where the parts were not measured, no more is promised than is known.
+  assert.equal(words(null).river[0], "layers skipped would allow less than 2.67×; measured 2.00×");
+  assert.match(words(null).backbone[0], /every layer/);
+  assert.equal(words(null, 100).river[0], "");
+});
+
+test("no recording shows a measured speed-up above what is said to be possible without saying so", () => {
+  for (const name of readdirSync(RECORDINGS).filter((one) => one.endsWith(".json.gz"))) {
+    const player = createPlayer(JSON.parse(gunzipSync(readFileSync(new URL(name, RECORDINGS)))), name);
+    for (const share of [0.3, 0.6, 1]) {
+      const run = player.runAt(Math.round(player.durationNs * share));
+      for (const lane of run.lanes.values()) {
+        const [said] = boundWords(run, lane);
+        assert.doesNotMatch(said, /at most/);
+        const numbers = said.match(/would allow ([\d.]+)×; measured ([\d.]+)×/);
+        if (numbers) assert.equal(Number(numbers[2]) > Number(numbers[1]), said.includes("above it"), said);
+      }
+    }
+  }
 });
 
 test("slots that are held grow with every step and with what is filled later", () => {
@@ -256,7 +290,7 @@ test("a lane that is slower than the backbone is called slower", () => {
 test("a key has one meaning, and none while somebody types", () => {
   const focus = (...matches) => ({ closest: (selector) => (selector.split(", ").some((part) => matches.includes(part)) ? {} : null) });
   const key = (name, fields = {}) => ({ key: name, ...fields });
-  const body = focus();
+  const body = { ...focus(), tagName: "BODY" };
   assert.deepEqual(keyAction(key(" "), body), ["toggle"]);
   assert.deepEqual(keyAction(key("ArrowLeft", { shiftKey: true }), body), ["step", -10]);
   assert.deepEqual(keyAction(key("ArrowUp"), body), ["layer", 1]);
@@ -275,4 +309,24 @@ test("a key has one meaning, and none while somebody types", () => {
   const slider = focus("input");
   assert.deepEqual(keyAction(key("ArrowRight"), slider, slider), ["step", 1]);
   assert.equal(keyAction(key("x"), body), null);
+});
+
+test("keys that print something are the stage's only in the stage, and a box with the focus is scrolled by its own", () => {
+  const focus = (...matches) => ({ closest: (selector) => (selector.split(", ").some((part) => matches.includes(part)) ? {} : null) });
+  const act = (name, target, fields = {}) => keyAction({ key: name, ...fields }, target);
+  for (const name of ["1", "9", "?"]) {
+    assert.equal(act(name, focus("button")), null);
+    assert.notEqual(act(name, focus("button", ".stage")), null);
+    assert.notEqual(act(name, null), null);
+  }
+  for (const box of [".inspector", ".table-scroll", ".memory-scroll", ".prompt-text", ".an-scroll"]) {
+    for (const name of ["ArrowUp", "ArrowDown", "ArrowLeft", "Home", "End", " "]) assert.equal(act(name, focus(box, ".stage")), null, `${name} in ${box}`);
+  }
+  const text = focus(".text", ".stage");
+  assert.equal(act("ArrowDown", text), null);
+  assert.deepEqual(act("ArrowRight", text), ["step", 1]);
+  assert.deepEqual(act("Escape", focus("button")), ["unlock"]);
+  for (const fields of [{ isComposing: true }, { defaultPrevented: true }]) assert.equal(act("Escape", focus("button"), fields), null);
+  const behind = { ...focus(), ownerDocument: { querySelector: (what) => (what === "dialog[open]" ? {} : null) } };
+  assert.equal(keyAction({ key: "Escape", target: behind }, behind), null, "the dialog's");
 });
