@@ -1,8 +1,12 @@
 """The command line: generate, compare, record, bench, memory, fidelity, sweep, figures, gpu-check, doctor."""
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import sys
+import threading
 
 from tqdm import tqdm
 
@@ -16,9 +20,14 @@ METHOD_HELP = (
 
 def main(argv=None) -> int:
     """Run one command; returns the exit status: 0, 1 for an error that has a sentence, 130 after Ctrl-C."""
-    args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows another; the answer goes on
     try:
-        return args.run(args) or 0
+        args = _parser().parse_args(argv)
+        status = args.run(args) or 0
+        sys.stdout.flush()  # a pipe that is closed is found out here, not when Python ends
+        return status
     except RiverError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -26,7 +35,51 @@ def main(argv=None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        _silence(sys.stdout)
         return 0
+
+
+def _silence(stream) -> None:
+    """Let what is still in a stream's buffer go nowhere, where it would be written when Python ends."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except (OSError, ValueError):  # no file behind it
+        return
+
+
+@contextlib.contextmanager
+def _stoppable(events: list | None = None, trace: str | None = None):
+    """Ctrl-C ends a run as Stop does, with all that it has, and then the command; pressed twice it ends the command at once.
+
+    Args:
+        events: of the run, so far. trace: the file that keeps them, whatever ends the command; None = none was asked for.
+
+    Yields:
+        callable () -> bool: whether it was pressed.
+
+    Raises:
+        KeyboardInterrupt: it was, once the run has ended.
+    """
+    from river_core.trace import Trace
+
+    pressed: list[int] = []
+
+    def press(number, frame):
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    before = signal.signal(signal.SIGINT, press) if ours else None
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+        if trace and events:
+            Trace.from_events(events).save(trace)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _parser():
@@ -201,7 +254,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _count(text: str, option: str) -> int:
     """A whole number from an option; InputError if it is none."""
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise InputError(f"{option} takes whole numbers, not {text[:40]!r}.")
     return int(text)
 
@@ -265,52 +318,47 @@ def _generate(args) -> int:
     from river_core.generate import generate
     from river_core.trace import Trace
 
-    events, failed = [], False
-    for event in generate(_load(args), args.prompt, args.method, **_options(args)):
-        events.append(event)
-        failed |= event["type"] == "error"
-        if args.json:
-            print(json.dumps(event), flush=True)
-        elif event["type"] == "run":
-            _notices(event["header"])
-        elif event["type"] == "token":
-            print(event["text"], end="", flush=True)
-        elif event["type"] == "end":
-            print(event["rest"])
-    trace = Trace.from_events(events)
-    if not args.json:
-        _summary(trace, sys.stderr)
-    if args.trace:
-        trace.save(args.trace)
-    return int(failed)
+    model, events = _load(args), []
+    with _stoppable(events, args.trace) as stop:
+        for event in generate(model, args.prompt, args.method, **_options(args), stop=stop):
+            events.append(event)
+            if args.json:
+                print(json.dumps(event), flush=True)
+            elif event["type"] == "run":
+                _notices(event["header"])
+            elif event["type"] == "token":
+                print(event["text"], end="", flush=True)
+            elif event["type"] == "end":
+                print(event["rest"])
+        if not args.json:
+            _summary(Trace.from_events(events), sys.stderr)
+    return int(any(event["type"] == "error" for event in events))
 
 
 def _compare(args) -> int:
     from river_core.generate import compare
     from river_core.trace import Trace
 
-    methods = _names(args.methods)
-    with Progress() as progress:
-        total = None
-        events, made = [], 0
-        for event in compare(_load(args), args.prompt, methods, timing=args.timing, mode=args.mode, **_options(args)):
-            events.append(event)
-            if event["type"] == "run":
-                total = event["header"]["max_new_tokens"] * len(event["header"]["lanes"])
-            elif event["type"] == "token":
-                made += 1
-                progress("decode", made / total, f"decoding, {made} tokens")
-    trace = Trace.from_events(events)
-    if args.json:
-        print(json.dumps(_facts(trace), indent=1))
-    else:
-        _notices(trace.header)
-        for lane in trace.header["lanes"]:
-            print(f"\n== {lane['label']}\n{trace.lanes[lane['id']].text}")
-        print()
-        _summary(trace, sys.stdout)
-    if args.trace:
-        trace.save(args.trace)
+    model, methods, events = _load(args), _names(args.methods), []
+    with _stoppable(events, args.trace) as stop:
+        with Progress() as progress:
+            total, made = None, 0
+            for event in compare(model, args.prompt, methods, timing=args.timing, mode=args.mode, **_options(args), stop=stop):
+                events.append(event)
+                if event["type"] == "run":
+                    total = event["header"]["max_new_tokens"] * len(event["header"]["lanes"])
+                elif event["type"] == "token":
+                    made += 1
+                    progress("decode", made / total, f"decoding, {made} tokens")
+        trace = Trace.from_events(events)
+        if args.json:
+            print(json.dumps(_facts(trace), indent=1))
+        else:
+            _notices(trace.header)
+            for lane in trace.header["lanes"]:
+                print(f"\n== {lane['label']}\n{trace.lanes[lane['id']].text}")
+            print()
+            _summary(trace, sys.stdout)
     return int(any(event["type"] == "error" for event in events))
 
 
@@ -457,11 +505,13 @@ def _sweep(args) -> int:
     taus = TAUS if args.taus is None else read_taus(args.taus)
     options = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats, "chat": not args.raw}
     model = _load(args)
-    with Progress() as progress:
-        for event in sweep(model, prompts, _names(args.methods), taus, **options):
-            if event["type"] == "progress":
-                progress("sweep", event["fraction"], f"repeat {event['repeat']} of {event['repeats']}, token {event['tokens']}")
-    print(json.dumps(event, indent=1) if args.json else format_sweep(event))
+    with _stoppable() as stop:
+        with Progress() as progress:
+            for event in sweep(model, prompts, _names(args.methods), taus, **options, stop=stop):
+                if event["type"] == "progress":
+                    progress("sweep", event["fraction"], f"repeat {event['repeat']} of {event['repeats']}, token {event['tokens']}")
+        if event["points"]:  # of the repeats that were finished
+            print(json.dumps(event, indent=1) if args.json else format_sweep(event))
     return 0
 
 

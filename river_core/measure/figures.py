@@ -37,7 +37,7 @@ def figures(model, prompts, folder, *, taus=None, tokens=64, report=print) -> li
         tokens: per prompt. report: called with a line about what is being done.
 
     Returns:
-        the files written: five CSV files, five pictures, and run.json with the run card.
+        the files written: five CSV files, five pictures (none if no answer was longer than a token), and run.json with the run card.
 
     Raises:
         RiverError: the folder cannot be written.
@@ -104,7 +104,7 @@ def exit_depths(levels, taus) -> pd.DataFrame:
         layers = result["run_card"]["model"]["n_layers"]
         depths = [token["exit_layer"] for trace in result["traces"] for token in trace.lanes["river"].steps]
         rows += [
-            {"level": level, "tau": tau, "exit_layer": d, "tokens": depths.count(d), "share": depths.count(d) / len(depths)}
+            {"level": level, "tau": tau, "exit_layer": d, "tokens": depths.count(d), "share": depths.count(d) / max(len(depths), 1)}
             for d in range(1, layers + 1)
         ]
     return pd.DataFrame(rows)
@@ -159,7 +159,7 @@ def kv_by_layer(levels) -> pd.DataFrame:
                     rows.append(
                         {"level": level, "method": name, "label": lane["label"], "cache": letter.upper(), "layer": layer, "cosine": cosine}
                     )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["level", "method", "label", "cache", "layer", "cosine"])
 
 
 def theory_and_measured(lanes, layers: int) -> pd.DataFrame:
@@ -210,6 +210,9 @@ def draw(tables, folder: Path, card, report) -> list[Path]:
     import plotly.io
 
     note = f"{card['model']['name']}, {card['prompts']} prompts, {card['dtype']}, {card['device_name']}"
+    if tables["early_similarity"].empty or tables["kv_by_layer"].empty:
+        report("the answers were of one token each, so there is nothing to draw")
+        return []
     similarity = tables["early_similarity"]
     theory = tables["theory_and_measured"].dropna(subset="measured")
     times = tables["time_per_token"].assign(agreement=lambda table: table["top1_agreement"].map("agrees {:.2f}".format))

@@ -1,5 +1,6 @@
 """Speed against agreement over thresholds: agreement on the backbone's text, speed of every method at every threshold alone and in turn."""
 
+import re
 import statistics
 
 from river_core.errors import InputError
@@ -19,16 +20,15 @@ def read_taus(text: str) -> tuple[float, ...]:
     """Thresholds from a text such as "0.9, 0.95 0.97": in order, each once.
 
     Raises:
-        InputError: there is none, or one of them is no number or no cosine.
+        InputError: there is none, or one of them is no number, out of range, or has a decimal comma.
     """
+    if slip := re.search(r"(?<![\d.])\d+,\d+(?![\d.])", str(text)):  # 0,95 would be the two thresholds 0 and 95
+        raise InputError(
+            f"{slip[0][:20]!r} has a comma between two whole numbers: thresholds are written with a decimal point, such as 0.9, 0.95."
+        )
     taus = sorted({check_tau(part) for part in str(text).replace(",", " ").replace(";", " ").split()})
     if not taus:
         raise InputError("A sweep needs at least one threshold, such as 0.95.")
-    if not -1 <= taus[0] <= taus[-1] <= 1:
-        wrong = taus[0] if taus[0] < -1 else taus[-1]
-        raise InputError(
-            f"Thresholds lie between -1 and 1, and {wrong:g} does not. Write 0.95 with a point: a comma separates two thresholds."
-        )
     return tuple(taus)
 
 

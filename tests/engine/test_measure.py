@@ -41,6 +41,11 @@ def test_prompts_come_from_a_prompt_or_question_field(tmp_path):
         ('{"text": "x"}\n', "Line 1"),
         ("[1]\n", "Line 1"),
         ('{"prompt": " "}\n', "Line 1"),
+        ('{"prompt": null}\n', "Line 1"),
+        ('{"prompt": 5, "question": "ok"}\n', "Line 1"),
+        ('\n\n{"prompt": "cut\n', "Line 3 .* no valid JSON"),
+        ('{"prompt": "ok"}\n' + "[" * 100_000 + "\n", "Line 2 .* no valid JSON"),
+        ('{"prompt": "ok"}\u2028{"prompt": "no"}\n', "Line 1"),
     ],
 )
 def test_prompt_files_that_cannot_be_used_get_a_sentence(tmp_path, content, says):
@@ -48,6 +53,30 @@ def test_prompt_files_that_cannot_be_used_get_a_sentence(tmp_path, content, says
     path.write_text(content)
     with pytest.raises(InputError, match=says):
         read_prompts(path)
+
+
+ODD = "one\u2028two\u2029three\x85four\x0bfive\x1csix"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_prompts_are_read_whatever_wrote_the_file(tmp_path, encoding, newline):
+    lines = [
+        json.dumps({"prompt": ODD}, ensure_ascii=False),
+        "",
+        "   ",
+        json.dumps({"prompt": None, "question": "dös?"}, ensure_ascii=False),
+    ]
+    (tmp_path / "p.jsonl").write_bytes(newline.join(lines).encode(encoding))
+    assert read_prompts(tmp_path / "p.jsonl") == [ODD, "dös?"]
+
+
+def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "ok"}\n{"prompt": "d\xf6s"}\n')
+    with pytest.raises(InputError, match="Line 2 .* is not UTF-8 text"):
+        read_prompts(tmp_path / "p.jsonl")
+    with pytest.raises(InputError, match="at least 1"):
+        read_prompts(tmp_path / "p.jsonl", 0)
 
 
 def test_a_missing_prompt_file_gets_a_sentence(tmp_path):
@@ -98,6 +127,21 @@ def test_verified_river_agrees_with_the_backbone_under_the_near_tie_rule(tiny):
     assert 0 <= facts["acceptance"] <= 1 <= facts["tokens_per_cycle"] <= 4
     assert facts["same_answers"] == facts["prompts"] == facts["speed_up"]["n"] == 2
     assert "2 of 2 answers are the backbone lane's own" in format_verified(facts)
+
+
+def test_answers_of_one_token_have_no_figures_and_crash_nothing(tiny, tmp_path):
+    result = fidelity(tiny, ["Hello"], tokens=1, report=lambda line: None)
+    table = format_fidelity(result)
+    assert table.splitlines()[-1].endswith("| - | - | - | - | - | - | - |")
+    del result["traces"]
+    json.dumps(result, allow_nan=False)
+    facts = check_verified(tiny, ["Hello"], tokens=1, report=lambda line: None)
+    assert facts["tokens"] == 1 and facts["speed_up"] is facts["acceptance"] is facts["tokens_per_cycle"] is None
+    json.dumps(facts, allow_nan=False)
+    said = []
+    paths = figures(tiny, ["Hello"], tmp_path / "out", taus=(0.5, 0.9), tokens=1, report=said.append)
+    assert [path.suffix for path in paths] == [".csv"] * 5 + [".json"] and "nothing to draw" in said[-1]
+    assert pd.read_csv(tmp_path / "out" / "time_per_token.csv")["ms_per_token"].isna().all()
 
 
 def test_spread_is_median_least_and_greatest():

@@ -109,9 +109,22 @@ def test_one_prompt_gets_no_interval_and_no_verdict(result):
 
 def test_thresholds_come_from_a_text_in_order_and_once():
     assert read_taus("0.97, 0.9;0.95 0.9") == (0.9, 0.95, 0.97)
+    assert read_taus("0.9,0.95,1") == (0.9, 0.95, 1.0) and read_taus("-1,0.5 2") == (-1.0, 0.5, 2.0) and read_taus("0, 1") == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("text", "says"), [("", "at least one"), ("0.9, near one", "must be a number"), ("nan", "must be a number")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "at least one"),
+        ("0.9, near one", "must be a number"),
+        ("nan", "must be a number"),
+        ("0,95", "decimal point"),
+        ("0,9; 0,95", "decimal point"),
+        ("0.9 0,1", "decimal point"),
+        ("95", "from -2"),
+        ("0.9, 97", "from -2"),
+    ],
+)
 def test_thresholds_that_cannot_be_used_get_a_sentence(text, says):
     with pytest.raises(InputError, match=says):
         read_taus(text)
@@ -172,3 +185,14 @@ def test_the_command_takes_a_file_of_prompts_instead(tiny, monkeypatch, capsys, 
     for wrong in (command, [*command, "Hello", "--prompts", str(path)]):
         assert main(wrong) == 1
         assert "either a prompt or --prompts" in capsys.readouterr().err
+
+
+def test_a_sweep_over_answers_of_one_token_says_so(tiny):
+    result = points_of(sweep(tiny, "Hello", ("river", "int4"), (0.5,), max_new_tokens=1, repeats=2))
+    assert all(point["tokens"] == 1 and point["speed_up"] is point["tokens_per_second"] is None for point in result["points"])
+    assert format_sweep(result).count("one token only") == 3
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_method_with_a_depth_of_its_own_has_no_threshold():
+    assert at_threshold("sequence+depth=3", 0.9) is None and at_threshold("sequence", 0.9) == "sequence:0.9"
