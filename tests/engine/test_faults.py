@@ -208,9 +208,8 @@ def slow_compiler(tmp_path, monkeypatch):
         pytest.skip("no C++ compiler")
     NATIVE.start(cache_dir() / "native")
     assert NATIVE.wait(), NATIVE.reason
-    library = max((cache_dir() / "native").glob("*.so"), key=lambda path: path.stat().st_mtime)
     script, log = tmp_path / "slow-compiler", tmp_path / "calls"
-    script.write_text(COMPILER.format(log=log, library=library))
+    script.write_text(COMPILER.format(log=log, library=NATIVE.file))
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(script))
     return log
