@@ -46,7 +46,7 @@ class TransformersPeer:
 
     Args:
         model: the engine's `Model`, whose checkpoint is read again. prompt_ids: of the prompt. tokens: to be decoded. report: gets a line of progress.
-        caches: those of `CACHES` that are tried, the first without fail.
+        caches: those of `CACHES` that are tried, the first without fail; None = all.
 
     Raises:
         InputError: the model has no checkpoint, or nothing worked.
@@ -55,7 +55,7 @@ class TransformersPeer:
     name = "transformers"
     how = "its own generate(); from its first token to its last, as its streamer hands them out"
 
-    def __init__(self, model, prompt_ids, tokens, report, caches=CACHES):
+    def __init__(self, model, prompt_ids, tokens, report, caches=None):
         if model.path is None:
             raise InputError("transformers needs a checkpoint; a shape with random weights has none. Use --peers none.")
         self.device = model.plan.device
@@ -72,7 +72,7 @@ class TransformersPeer:
         if self.model is None:
             raise InputError("transformers could not decode this model here in any setting; leave it out of --peers.")
         rates = {}
-        for cache in caches:
+        for cache in caches or CACHES:
             report(f"transformers in {self.setting}, {cache}")
             # At full length: a static cache is made, and compiled for, as long as it will be.
             rates[cache] = self._try(f"{self.setting}, {cache}", self.model, self.attention, _cache_options(cache), tokens)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import river_core
 from river_core import Trace
@@ -70,7 +71,11 @@ def test_doctor_says_what_was_chosen_and_why(loaded, capsys):
         assert expected in out
 
 
-def test_bench_measures_transformers_and_the_lanes_in_one_process(loaded, capsys):
+def test_bench_measures_transformers_and_the_lanes_in_one_process(loaded, monkeypatch, capsys):
+    from river_core.measure import peers
+
+    monkeypatch.setattr(peers, "CACHES", peers.CACHES[:1])  # not the trial that compiles, which takes a minute
+    monkeypatch.setattr(peers, "DTYPES", {"fp32": torch.float32})
     assert main(["bench", "--tokens", "6", "--repeats", "1", "--methods", "backbone,river:0.95", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["lanes"]) == {"transformers", "backbone", "river:0.95"}
