@@ -481,9 +481,9 @@ def sweep_figures(result: dict[str, Any]) -> list[dict[str, Any]]:
             return []
         layers = int(header["model"]["n_layers"])
         setting = (
-            f"This prompt only, {max(point['tokens'] for point in points)} tokens, {repeats} repeats: median, bars from least to greatest. "
+            f"{'This prompt only' if result.get('prompts', 1) == 1 else str(result['prompts']) + ' prompts'}, {max(point['tokens'] for point in points)} tokens, {repeats} repeats: median, bars from least to greatest. "
             f"{header['model']['name']}, {header['device_name']}, {header['threads']} threads, {header['dtype']}. "
-            "The lanes run in step on one device, and each clock counts its own steps only. Agreement is the share of steps in which the lane would have taken the backbone's token; it is not accuracy."
+            "Speed is of each lane alone and in turn. Agreement is on the backbone's text: the share of steps in which the lane would have taken the backbone's token; it is not accuracy."
         )
         return [
             _entry("pareto", "Agreement against speed", "measured", setting, pareto(points)),

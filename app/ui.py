@@ -321,7 +321,6 @@ def theme() -> gr.themes.Base:
 def launch_options(limits: Limits | None = None) -> dict[str, Any]:
     """Arguments of `demo.launch` that belong to the page rather than to the machine it runs on."""
     limits = limits or defaults()
-    gr.set_static_paths(analysis.static_paths())
     style = PAGE_CSS.read_text(encoding="utf-8") + stage.style("watch.css") + analysis.style()
     return {
         "theme": theme(),
@@ -332,7 +331,10 @@ def launch_options(limits: Limits | None = None) -> dict[str, Any]:
         "show_error": False,
         "ssr_mode": False,
         "state_session_capacity": 200,
-        "app_kwargs": {"middleware": [Middleware(BodyLimit, most=limits.body), Middleware(Calm), Middleware(Unbuffered)]},
+        "app_kwargs": {
+            "routes": analysis.routes(),
+            "middleware": [Middleware(BodyLimit, most=limits.body), Middleware(Calm), Middleware(Unbuffered)],
+        },
         # Everything that waits in our own line, and every call behind another of its client, counts as a thread here, though it is none.
         "max_threads": 40 + limits.line + MOST_CALLS,
     }

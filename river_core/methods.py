@@ -81,7 +81,7 @@ METHODS = {
         options={"depth": _whole, "head": str}, leaves_through_head=True,
     ),
     "verified": Kind(
-        "River, verified", "The river drafts, the backbone checks in one pass; the text is the backbone's.", VerifiedStrategy, ("never",),
+        "River, verified", "The river drafts, the backbone checks in one pass; the text is the backbone's, near ties in 16 bits apart.", VerifiedStrategy, ("never",),
         options={"k": _count}, feedable=False,
     ),
 }  # fmt: skip

@@ -41,6 +41,7 @@ import psutil
 
 from river_core.errors import RiverError
 from river_core.trace import Trace
+from tests import aside
 from tests.files import endless, write_folder, write_gguf
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -666,7 +667,7 @@ def answer(server: Server, tokens: int = 8) -> dict[str, Any]:
         header = next(event["header"] for event in seen[-1]["events"] if event["type"] == "run")
         return {"ids": ids_of(seen), "layers": header["kernels"]["layers"]}
 
-    return asyncio.run(run())
+    return aside.run(run())
 
 
 def kill_in(stage: str, model: Path, cache: Path, expected: dict[str, list[int]] | None, rounds: int = 1) -> list[dict[str, Any]]:
@@ -857,10 +858,10 @@ def measure(model: Path | None, visitors: int, runs: int, seed: int, seconds: fl
         while answer(server)["layers"] != "compiled" and time.monotonic() < deadline:
             time.sleep(2)
         start = time.monotonic()
-        tally = asyncio.run(soak(server, visitors, runs, seed, seconds, report))
+        tally = aside.run(soak(server, visitors, runs, seed, seconds, report))
         took = time.monotonic() - start
-        asyncio.run(repeat(server, tally, min(20, runs // 4)))
-        stops, drops = asyncio.run(idle_times(server, idle))
+        aside.run(repeat(server, tally, min(20, runs // 4)))
+        stops, drops = aside.run(idle_times(server, idle))
         assert server.process.poll() is None, "the server ended"
         output = server.output()
     return {

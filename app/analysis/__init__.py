@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Route
 
 from app import export, stage
 from app.desk import Desk
@@ -25,6 +28,8 @@ from app.runs import Runs
 HERE = Path(__file__).parent
 PLOTLY = Path(find_spec("plotly").origin).parent / "package_data" / "plotly.min.js"
 """The library as it lies in the Python package: it is loaded when the tab is first opened, and from this server alone."""
+PLOTLY_PATH = "river/plotly.min.js"
+"""Where the page finds it, relative to its root: a path that tells nothing of the server's folders."""
 
 SWEEP_METHODS = {
     "river": "River",
@@ -103,7 +108,7 @@ def build(runs: Runs, desk: Desk | None = None) -> None:
         html_template='<div class="analysis"></div>',
         js_on_load=script(),
         server_functions=[*map(desk.asked, [charts, table_csv, compare_with, saved_result]), sweep_start, recordings],
-        plotly=f"gradio_api/file={PLOTLY}",
+        plotly=PLOTLY_PATH,
         limits={"sent": runs.limits.sent, "unpacked": runs.limits.unpacked, "result": RESULT_BYTES},
         apply_default_css=False,
         elem_id="analysis",
@@ -268,6 +273,10 @@ def style() -> str:
     return (HERE / "analysis.css").read_text(encoding="utf-8")
 
 
-def static_paths() -> list[Path]:
-    """Files that the page fetches from this server, for gr.set_static_paths."""
-    return [PLOTLY]
+def routes() -> list[Route]:
+    """What the page fetches from this server beside Gradio's own."""
+
+    async def plotly(_: Request) -> FileResponse:
+        return FileResponse(PLOTLY, media_type="text/javascript", headers={"Cache-Control": "public, max-age=86400"})
+
+    return [Route(f"/{PLOTLY_PATH}", plotly)]

@@ -335,6 +335,7 @@ function connectAnalysis({ element, props, server, trigger, watch }) {
     sweep = applySweep(sweep, JSON.parse(text));
     controls.show(sweep);
     element.dataset.sweep = sweep.state;
+    if (!sweeping(sweep)) swept = -Infinity; // what is pressed now is meant
     if (sweep.charts && sweep.charts !== before.charts) setResult(sweep.charts);
   }
 
