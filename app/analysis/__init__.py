@@ -28,8 +28,9 @@ from app.runs import Runs
 HERE = Path(__file__).parent
 PLOTLY = Path(find_spec("plotly").origin).parent / "package_data" / "plotly.min.js"
 """The library as it lies in the Python package: it is loaded when the tab is first opened, and from this server alone."""
-PLOTLY_PATH = "river/plotly.min.js"
-"""Where the page finds it, relative to its root: a path that tells nothing of the server's folders."""
+PLOTLY_PATH = "gradio_api/river/plotly.min.js"
+"""Where the page finds it, relative to its root: a path that tells nothing of the server's folders, and that no proxy's prefix can equal, since
+Starlette takes the prefix off a path that already came without it (`/river/plotly.min.js` behind `/river` became `/plotly.min.js`)."""
 
 SWEEP_METHODS = {
     "river": "River",
